@@ -1,0 +1,116 @@
+"""vLLM's request and block pool behind the few questions that the scheduler half asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize, generate_block_hash_extra_keys
+
+from lmcache_mp_safe.ids import RequestId
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+
+class HostRequest:
+    """One vLLM request, as far as a cache cares.
+
+    The properties read the live request, so they must be asked within the hook whose moment they should describe.
+    """
+
+    def __init__(self, request: Request, hash_block_tokens: int) -> None:
+        self._request = request
+        self._hash_block_tokens = hash_block_tokens
+        self.request_id = RequestId(request.request_id)
+
+    def is_same(self, request: Request) -> bool:
+        """Whether this is that very request, not another one under a reused id."""
+        return self._request is request
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose ids are known: prompt plus accepted output, no drafts and no placeholders."""
+        return int(self._request.num_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self._request.num_prompt_tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return int(self._request.num_computed_tokens)
+
+    @property
+    def salt(self) -> str:
+        return self._request.cache_salt or ""
+
+    @property
+    def skips_reading(self) -> bool:
+        """Whether vLLM wants this request computed without reading any prefix cache (prompt logprobs, some pooling)."""
+        return bool(self._request.skip_reading_prefix_cache)
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether its tokens may be rewritten while it lives (streaming input)."""
+        return bool(getattr(self._request, "resumable", False))
+
+    @property
+    def user_configs(self) -> dict[str, Any]:
+        """The `lmcache.*` entries of the request's `kv_transfer_params`."""
+        params = getattr(self._request, "kv_transfer_params", None)
+        if not isinstance(params, dict):
+            return {}
+        return {key: value for key, value in params.items() if isinstance(key, str) and key.startswith("lmcache.")}
+
+    def tokens(self, start: int, end: int) -> Sequence[int]:
+        """Token ids [start, end)."""
+        tokens: Sequence[int] = self._request.all_token_ids[start:end]
+        return tokens
+
+    def extra_keys(self, start: int, end: int) -> Any:
+        """What besides the token ids decides the KV of tokens [start, end).
+
+        vLLM's own extra keys (multimodal hashes, LoRA, prompt embeddings, salt) and the LoRA's path, because vLLM keys
+        an adapter by its name, which means something only within one process.
+        """
+        keys, _ = generate_block_hash_extra_keys(self._request, start, end, 0)
+        lora = self._request.lora_request
+        return (keys, lora.lora_path) if lora is not None else keys
+
+    def block_hash(self, column: int, block_tokens: int) -> Any | None:
+        """vLLM's hash of the prefix that ends with this column of a group, or None while its tokens are not known."""
+        hashes: Any = self._request.block_hashes
+        if block_tokens != self._hash_block_tokens:
+            hashes = BlockHashListWithBlockSize(hashes, self._hash_block_tokens, block_tokens)
+        return hashes[column] if column < len(hashes) else None
+
+
+class HostBlockPool:
+    """vLLM's block pool: what its own prefix cache would serve, and reference counts on that."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    @property
+    def hash_block_tokens(self) -> int:
+        return int(self._pool.hash_block_size)
+
+    @property
+    def total_blocks(self) -> int:
+        return int(self._pool.num_gpu_blocks)
+
+    def find(self, block_hash: Any, group: int) -> KVCacheBlock | None:
+        """The block that vLLM itself would serve for this prefix hash in this group."""
+        blocks = self._pool.get_cached_block(block_hash, [group])
+        return blocks[0] if blocks else None
+
+    def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Keep the blocks from being handed out; one more reference on each."""
+        self._pool.touch(blocks)
+
+    def unpin(self, blocks: Sequence[KVCacheBlock]) -> None:
+        # Reversed as vLLM frees a request: the tail of a prefix is evicted before its head.
+        self._pool.free_blocks(list(reversed(blocks)))

@@ -1,0 +1,106 @@
+"""Names of objects: digests of prefixes and the namespace of a model.
+
+vLLM's own block hashes differ between processes unless PYTHONHASHSEED is set, so they cannot name an object that
+another process shall find. Ours are keyed BLAKE2b over the tokens and everything else that vLLM puts into its hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+# Part of every digest and namespace: a change of the payload, the seal or the digests must change it.
+FORMAT_VERSION = "1"
+
+_DIGEST_BYTES = 32
+_SLUG_CHARACTERS = 40
+
+
+def _digest(domain: bytes, *parts: bytes) -> bytes:
+    # `person` separates the domains, the length in front of each part keeps (ab, c) apart from (a, bc).
+    state = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=b"lmcache_mp_safe " + FORMAT_VERSION.encode(), person=domain)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
+
+
+def encode_extra(extra: Any) -> bytes:
+    """Canonical bytes of vLLM's extra keys (multimodal hashes, LoRA, prompt embeddings, salt).
+
+    Raises:
+        TypeError: something in there has no canonical form; such a request must not use the cache.
+    """
+    try:
+        return msgspec.msgpack.encode(extra, order="deterministic")
+    except Exception as error:  # msgspec raises several types; all mean the same here
+        raise TypeError(f"extra keys {extra!r} cannot be named: {error}") from error
+
+
+class PrefixDigests:
+    """Digests of one request's prefixes, computed as far as they are asked for.
+
+    Args:
+        tokens: returns token ids [start, end) of the request; they never change once known.
+        extra: returns vLLM's extra keys for tokens [start, end).
+        chunk_tokens: C.
+    """
+
+    def __init__(
+        self,
+        tokens: Callable[[int, int], Sequence[int]],
+        extra: Callable[[int, int], Any],
+        chunk_tokens: int,
+    ) -> None:
+        self._tokens = tokens
+        self._extra = extra
+        self._chunk_tokens = chunk_tokens
+        self._chain: list[bytes] = []
+
+    def chunks(self, count: int) -> Sequence[bytes]:
+        """Digests of the first `count` chunks, each naming the whole prefix up to the chunk's end.
+
+        Raises:
+            TypeError: the request has extra keys that cannot be named.
+        """
+        while len(self._chain) < count:
+            start = len(self._chain) * self._chunk_tokens
+            self._chain.append(self._range_digest(b"chunk", start, start + self._chunk_tokens))
+        return self._chain[:count]
+
+    def boundary(self, boundary: int) -> bytes:
+        """Digest of the boundary object that resumes after exactly `boundary` tokens."""
+        whole = boundary // self._chunk_tokens
+        self.chunks(whole)
+        return self._range_digest(b"boundary", whole * self._chunk_tokens, boundary)
+
+    def _range_digest(self, domain: bytes, start: int, end: int) -> bytes:
+        parent_index = start // self._chunk_tokens - 1
+        parent = self._chain[parent_index] if parent_index >= 0 else b""
+        tokens = array("q", self._tokens(start, end)).tobytes()
+        extra = encode_extra(self._extra(start, end)) if end > start else b""
+        return _digest(domain, parent, end.to_bytes(8, "little"), tokens, extra)
+
+
+def piece_digests(boundary_digest: bytes, pieces: int) -> tuple[bytes, ...]:
+    """Names of the pieces of a boundary object: a chained sequence of their own."""
+    return tuple(_digest(b"piece", boundary_digest, index.to_bytes(4, "little")) for index in range(pieces))
+
+
+def namespace(model_name: str, facts: Sequence[tuple[str, Any]], generation: str = "") -> str:
+    """`<slug>-<digest>`: a readable part and a digest of everything that changes the bytes.
+
+    Args:
+        model_name: any string; only letters, digits, dots and dashes of it reach the server.
+        facts: (name, value) of everything that decides what a page's bytes mean.
+        generation: random text after a cache reset, else empty.
+    """
+    slug = re.sub(r"[^A-Za-z0-9.-]+", "-", model_name)[-_SLUG_CHARACTERS:].strip("-.") or "model"
+    described = msgspec.msgpack.encode([(name, repr(value)) for name, value in facts])
+    digest = _digest(b"namespace", model_name.encode("utf-8", "surrogatepass"), described, generation.encode())
+    return f"{slug}-{digest[:12].hex()}"

@@ -1,0 +1,672 @@
+"""What is stored, when, and how far the server has acknowledged it.
+
+A *run* is one reservation on the server: consecutive chunk objects of one request, or the pieces of one boundary
+object. It lives through
+
+    RESERVING -> RESERVED -> COPYING -> COMMITTING        (certified and pinned from the first to the end of COPYING)
+    LOCATING  -> RESERVED -> COPYING                      (an object that is resident but wrong is mended in place)
+
+and ends acknowledged or failed. Runs outlive their request: its blocks survive by their pins.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lmcache_mp_safe.contract import SKIP, JobOutcome, ObjectCopy, StoreJob
+from lmcache_mp_safe.identity import PrefixDigests
+from lmcache_mp_safe.ids import JobId, RequestId
+from lmcache_mp_safe.scheduler.certify import BlockPool, Certificate, HashSource, Pins, certify, still_holds
+from lmcache_mp_safe.scheduler.known import Known
+from lmcache_mp_safe.scheduler.objects import ModelObjects, ObjectName
+from lmcache_mp_safe.wire import CallFailed, CallId, Committed, LookupAnswered, Reserved, Retrieved
+from lmcache_mp_safe.wire import SessionId, Wire, WireEvent
+
+# An object that gets no slot (pool full, another writer) is tried again this often, this many seconds apart.
+MAX_ATTEMPTS = 4
+RETRY_S = 1.0
+
+
+class Source(HashSource, Protocol):
+    """The request whose prefix is stored."""
+
+    @property
+    def request_id(self) -> RequestId: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+
+def verified_tokens(source: Source) -> int:
+    """Tokens whose KV is certainly written by earlier steps, as of the start of this one.
+
+    While decoding, the last known token was sampled by the step that wrote the KV of the one before it; its own KV may
+    not be written, and drafts never count. `num_computed_tokens` alone would not do: with asynchronous scheduling it
+    runs ahead of the accepted tokens.
+    """
+    if source.num_computed_tokens <= source.num_prompt_tokens:
+        return source.num_computed_tokens
+    return min(source.num_computed_tokens, source.num_tokens - 1)
+
+
+@dataclass
+class Progress:
+    """How far one request's prefix is stored.
+
+        [0, num_loaded_tokens)                   arrived from the server and checked
+        [.., num_stored_tokens)                  acknowledged by the server, contiguous
+        chunks in `acknowledged` beyond that     acknowledged, but with a gap before them
+        chunks in `open`                         being stored
+
+    Attributes:
+        next_boundary: boundaries below it were considered.
+        attempts: failed tries per chunk index or boundary.
+        retry_at: chunk index -> time before which it is not tried again.
+        session: chunk sequence through which this request's chunks are stored.
+    """
+
+    num_stored_tokens: int = 0
+    num_loaded_tokens: int = 0
+    acknowledged: set[int] = field(default_factory=set)
+    open: set[int] = field(default_factory=set)
+    open_boundaries: set[int] = field(default_factory=set)
+    next_boundary: int = 0
+    missed_boundaries: set[int] = field(default_factory=set)
+    attempts: dict[int, int] = field(default_factory=dict)
+    retry_at: dict[int, float] = field(default_factory=dict)
+    session: SessionId | None = None
+    session_chunks: int = 0
+    ended: bool = False
+
+    @property
+    def start_tokens(self) -> int:
+        return max(self.num_stored_tokens, self.num_loaded_tokens)
+
+    def acknowledge(self, chunk: int, chunk_tokens: int) -> None:
+        """The server acknowledged this chunk; the watermark advances over the contiguous run only."""
+        self.acknowledged.add(chunk)
+        next_chunk = self.start_tokens // chunk_tokens
+        while next_chunk in self.acknowledged:
+            self.acknowledged.discard(next_chunk)
+            next_chunk += 1
+            self.num_stored_tokens = next_chunk * chunk_tokens
+
+    def forget(self) -> None:
+        """The server that acknowledged all of this is gone."""
+        self.num_stored_tokens = self.num_loaded_tokens = self.next_boundary = 0
+        for marks in (self.acknowledged, self.open, self.open_boundaries, self.missed_boundaries):
+            marks.clear()
+        self.attempts.clear()
+        self.retry_at.clear()
+        self.session = None
+
+
+class RunState(enum.Enum):
+    RESERVING = "reserving"
+    LOCATING = "locating"  # repair: lookup, then retrieve, to learn the slots of the resident object
+    RESERVED = "reserved"
+    COPYING = "copying"
+    COMMITTING = "committing"
+
+
+@dataclass
+class Item:
+    """One object of a run.
+
+    Attributes:
+        mark: chunk index, or boundary.
+        certificate: pinned while `pinned`.
+    """
+
+    mark: int
+    name: ObjectName
+    certificate: Certificate
+    pinned: bool = True
+    slots: tuple[int, ...] = ()
+
+
+@dataclass
+class Run:
+    """One reservation and the objects in it. `plan_number` is the plan in which its blocks were pinned."""
+
+    request_id: RequestId
+    source: Source
+    progress: Progress
+    digests: PrefixDigests
+    salt: str
+    items: list[Item]
+    is_boundary: bool
+    plan_number: int
+    session: SessionId
+    state: RunState = RunState.RESERVING
+    is_repair: bool = False
+    call: CallId | None = None
+    lease_until: float = 0.0
+    jobs: dict[JobId, int] = field(default_factory=dict)  # running job -> index in items
+    failed: bool = False
+
+
+@dataclass
+class _Question:
+    """A lookup that tells whether objects without a slot are stored already."""
+
+    run: Run
+    items: list[Item]
+    session: SessionId
+
+
+class Stores:
+    """All stores: plans them, follows them, and moves the watermarks."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        objects: ModelObjects,
+        known: Known,
+        pool: BlockPool,
+        *,
+        pin_fraction: float,
+        call_bytes: int,
+        lease_s: float,
+        save_decode: bool,
+        next_job: Callable[[], JobId],
+        count: Callable[[str, int], None],
+    ) -> None:
+        self._wire = wire
+        self._objects = objects
+        self._geometry = objects.geometry
+        self._known = known
+        self._pool = pool
+        self._pins = Pins(pool, pin_fraction)
+        self._chunks_per_call = max(1, call_bytes // objects.layout.object_bytes)
+        self._lease_s = lease_s
+        self._save_decode = save_decode
+        self._next_job = next_job
+        self._count = count
+        self._runs: dict[SessionId, list[Run]] = {}
+        self._jobs: dict[JobId, Run] = {}
+        self._questions: dict[SessionId, _Question] = {}
+        self._closing: set[SessionId] = set()
+
+    # --- state that others ask for ----------------------------------------------------------------------------------
+
+    @property
+    def pinned_blocks(self) -> int:
+        return self._pins.held
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way that the engine must keep stepping for."""
+        return bool(self._runs or self._jobs or self._questions or self._closing)
+
+    @property
+    def copying(self) -> bool:
+        """Whether workers hold jobs whose end will give pinned blocks back."""
+        return bool(self._jobs)
+
+    def _all_runs(self) -> Iterator[Run]:
+        for runs in self._runs.values():
+            yield from runs
+
+    # --- planning ---------------------------------------------------------------------------------------------------
+
+    def consider(
+        self,
+        source: Source,
+        progress: Progress,
+        digests: PrefixDigests,
+        salt: str,
+        limit_tokens: int | None,
+        plan_number: int,
+        now: float,
+    ) -> None:
+        """Certify, pin and reserve what is newly verified of a request's prefix.
+
+        Args:
+            limit_tokens: a cap set by the user for this request, or None.
+            plan_number: the plan being built, or the last one built when called between plans. In both cases every
+                block that a lookup may return by now is written by a step that lies before the next plan's fence.
+        """
+        verified = verified_tokens(source)
+        if not self._save_decode:
+            verified = min(verified, source.num_prompt_tokens)
+        if limit_tokens is not None:
+            verified = min(verified, limit_tokens)
+        context = (source, progress, digests, salt, plan_number, now)
+        self._consider_chunks(verified, *context)
+        self._consider_boundaries(verified, *context)
+
+    def _consider_chunks(
+        self,
+        verified: int,
+        source: Source,
+        progress: Progress,
+        digests: PrefixDigests,
+        salt: str,
+        plan_number: int,
+        now: float,
+    ) -> None:
+        if not self._geometry.has_append_only:
+            return
+        chunk_tokens = self._geometry.chunk_tokens
+        items: list[Item] = []
+        for chunk in range(progress.start_tokens // chunk_tokens, verified // chunk_tokens):
+            if len(items) == self._chunks_per_call:
+                break
+            if chunk in progress.open or chunk in progress.acknowledged:
+                if items:
+                    break
+                continue
+            name = self._objects.chunk(digests, chunk)
+            if name.digest in self._known.acknowledged:
+                progress.acknowledge(chunk, chunk_tokens)
+                continue
+            if progress.attempts.get(chunk, 0) >= MAX_ATTEMPTS or progress.retry_at.get(chunk, 0.0) > now:
+                break  # the chain of lookups would stop here: nothing behind it can be found
+            certificate = self._certify(source, name)
+            if certificate is None or not self._try_pin(certificate):
+                break
+            items.append(Item(chunk, name, certificate))
+            if name.digest in self._known.poisoned:
+                break
+        for run_items in _split_repairs(items, self._known):
+            self._open_run(run_items, source, progress, digests, salt, plan_number, now, is_boundary=False)
+
+    def _consider_boundaries(
+        self,
+        verified: int,
+        source: Source,
+        progress: Progress,
+        digests: PrefixDigests,
+        salt: str,
+        plan_number: int,
+        now: float,
+    ) -> None:
+        first = max(progress.next_boundary, progress.num_loaded_tokens)
+        fresh = self._boundaries(first, verified, source.num_prompt_tokens)
+        retries = [b for b in progress.missed_boundaries if progress.retry_at.get(-b, 0.0) <= now]
+        progress.missed_boundaries.difference_update(retries)
+        progress.next_boundary = max(first, verified)
+        for boundary in (*fresh, *retries):
+            if boundary in progress.open_boundaries:
+                continue
+            name = self._objects.boundary(digests, boundary)
+            if name.digest in self._known.acknowledged and self._chunks_below_are_known(digests, boundary):
+                continue
+            certificate = self._certify(source, name)
+            if certificate is None:
+                continue  # vLLM would not serve it, and a state that is gone does not come back
+            if not self._try_pin(certificate):
+                progress.missed_boundaries.add(boundary)
+                continue
+            item = Item(boundary, name, certificate)
+            self._open_run([item], source, progress, digests, salt, plan_number, now, is_boundary=True)
+
+    def _chunks_below_are_known(self, digests: PrefixDigests, boundary: int) -> bool:
+        """A boundary object is out of reach, and likely evicted itself, once a chunk below it is gone."""
+        below = boundary // self._geometry.chunk_tokens
+        if not below or not self._geometry.has_append_only:
+            return True
+        return digests.chunks(below)[-1] in self._known.acknowledged
+
+    def _boundaries(self, after: int, verified: int, num_prompt_tokens: int) -> list[int]:
+        """Boundaries in (after, verified] that are worth an object of their own.
+
+        Recurrent states are where certification finds them, so every boundary is asked for. A window costs a whole
+        window each time, and a tail without boundary groups saves less than a chunk: multiples of C where there are
+        windows, and the last full block of the prompt, also as the same prompt would resume there when sent again.
+        """
+        block, chunk = self._geometry.block_tokens, self._geometry.chunk_tokens
+        last = num_prompt_tokens // block * block
+        again = (num_prompt_tokens - 1) // block * block
+        if self._geometry.is_recurrent:
+            wanted = range(after // block * block + block, verified + 1, block)
+        else:
+            chunks = range(after // chunk * chunk + chunk, verified + 1, chunk)
+            wanted = sorted({*chunks, *(b for b in (last, again) if after < b <= verified)})
+        return [b for b in wanted if b and self._geometry.needs_boundary_object(b)]
+
+    def _certify(self, source: Source, name: ObjectName) -> Certificate | None:
+        certificate = certify(self._pool, source, self._geometry, name.columns)
+        if certificate is None:
+            self._count("not_certified", 1)
+        return certificate
+
+    def _try_pin(self, certificate: Certificate) -> bool:
+        pinned = self._pins.try_pin(certificate)
+        if not pinned:
+            self._count("pin_budget_used_up", 1)
+        return pinned
+
+    def _open_run(
+        self,
+        items: list[Item],
+        source: Source,
+        progress: Progress,
+        digests: PrefixDigests,
+        salt: str,
+        plan_number: int,
+        now: float,
+        *,
+        is_boundary: bool,
+    ) -> None:
+        is_repair = items[0].name.digest in self._known.poisoned
+        if is_boundary or is_repair:
+            sequence = items[0].name.pieces if is_boundary else digests.chunks(items[0].mark + 1)
+            session = self._wire.open(sequence, salt)
+        else:
+            session = self._chunk_session(progress, digests, items[-1].mark + 1, salt)
+        run = Run(
+            source.request_id, source, progress, digests, salt, items, is_boundary, plan_number, session,
+            is_repair=is_repair,
+        )  # fmt: skip
+        marks = progress.open_boundaries if is_boundary else progress.open
+        marks.update(item.mark for item in items)
+        self._runs.setdefault(session, []).append(run)
+        if is_repair:
+            run.state = RunState.LOCATING
+            self._wire.lookup(session, self._span(run)[1], now)
+            self._count("repairs_started", 1)
+        else:
+            run.call = self._wire.reserve(session, *self._span(run), now)
+
+    def _chunk_session(self, progress: Progress, digests: PrefixDigests, chunks: int, salt: str) -> SessionId:
+        if progress.session is None:
+            progress.session = self._wire.open(digests.chunks(chunks), salt)
+        else:
+            self._wire.extend(progress.session, digests.chunks(chunks)[progress.session_chunks :])
+        progress.session_chunks = max(progress.session_chunks, chunks)
+        return progress.session
+
+    def _span(self, run: Run) -> tuple[int, int]:
+        """Objects [start, end) of the session's sequence that the run covers."""
+        if run.is_boundary:
+            return 0, len(run.items[0].name.pieces)
+        return run.items[0].mark, run.items[-1].mark + 1
+
+    # --- the plan ---------------------------------------------------------------------------------------------------
+
+    def plan(self, plan_number: int, now: float) -> tuple[list[StoreJob], list[JobId]]:
+        """Jobs that may start in this plan, and running jobs whose source may be written again in this step."""
+        jobs: list[StoreJob] = []
+        for run in [run for run in self._all_runs() if run.state is RunState.RESERVED]:
+            if run.plan_number < plan_number:
+                jobs.extend(self._dispatch(run, plan_number, now))
+        moved = [job for job, run in self._jobs.items() if run.items[run.jobs[job]].certificate.moved]
+        return jobs, moved
+
+    def _dispatch(self, run: Run, plan_number: int, now: float) -> list[StoreJob]:
+        if not all(item.pinned for item in run.items):
+            self._pin_again(run, plan_number, now)
+            return []
+        if now > run.lease_until:
+            self._count("leases_over", 1)
+            self._fail(run, now)
+            return []
+        if not all(still_holds(self._pool, item.certificate) for item in run.items):
+            # vLLM would serve another block now. Ids are never swapped inside a job: start again with the new one.
+            self._count("second_look_differs", 1)
+            self._unpin(run.items)
+            self._pin_again(run, plan_number, now)
+            return []
+        run.state = RunState.COPYING
+        jobs: list[StoreJob] = []
+        for index, item in enumerate(run.items):
+            job_id = self._next_job()
+            run.jobs[job_id] = index
+            self._jobs[job_id] = run
+            copy = ObjectCopy(item.name.digest, item.certificate.block_ids, item.slots)
+            jobs.append(StoreJob(job_id, self._wire.epoch, copy))
+        return jobs
+
+    def _pin_again(self, run: Run, plan_number: int, now: float) -> None:
+        """Certify and pin anew; the copy waits for a later plan, as after any first look."""
+        for item in run.items:
+            if item.pinned:
+                continue
+            certificate = certify(self._pool, run.source, self._geometry, item.name.columns)
+            if certificate is None or not self._pins.try_pin(certificate):
+                self._fail(run, now)
+                return
+            item.certificate, item.pinned = certificate, True
+        run.plan_number = plan_number
+
+    def drop_undispatched_pins(self) -> None:
+        """Give back blocks that no worker reads yet: vLLM is short of them, or wants to reset its cache."""
+        for run in self._all_runs():
+            if run.state in (RunState.RESERVING, RunState.LOCATING, RunState.RESERVED):
+                self._unpin(run.items)
+
+    def _unpin(self, items: Sequence[Item]) -> None:
+        for item in items:
+            if item.pinned:
+                item.pinned = False
+                self._pins.unpin(item.certificate)
+
+    # --- what the workers report ------------------------------------------------------------------------------------
+
+    def runs_job(self, job_id: JobId) -> bool:
+        return job_id in self._jobs
+
+    def job_ended(self, job_id: JobId, outcomes: set[JobOutcome], now: float) -> None:
+        """Every rank has answered for one object."""
+        run = self._jobs.pop(job_id)
+        index = run.jobs.pop(job_id)
+        self._unpin([run.items[index]])
+        if outcomes != {JobOutcome.DONE}:
+            self._count("store_copies_failed", 1)
+            run.failed = True
+        if run.jobs or run.session not in self._runs:
+            return  # other objects are still being copied, or the server is gone
+        # A run is committed whole or not at all: a commit publishes every slot of its reservation.
+        if run.failed or run.state is not RunState.COPYING or now > run.lease_until:
+            self._fail(run, now)
+        elif run.is_repair:
+            self._wire.done_reading(run.session, now)
+            self._acknowledge(run, now)
+        else:
+            run.state = RunState.COMMITTING
+            assert run.call is not None
+            run.call = self._wire.commit(run.session, run.call, now)
+
+    # --- what the server answers ------------------------------------------------------------------------------------
+
+    def owns(self, session: SessionId) -> bool:
+        return session in self._runs or session in self._questions or session in self._closing
+
+    def handle(self, event: WireEvent, now: float) -> None:
+        """Feed one answer of the wire layer to the run or question that waits for it."""
+        match event:
+            case LookupAnswered(session=session) | CallFailed(session=session) if session in self._closing:
+                self._closing.discard(session)
+                self._wire.close(session, now)
+            case LookupAnswered(session=session, found=found) if session in self._questions:
+                self._answered(self._questions.pop(session), found, now)
+            case LookupAnswered(session=session, found=found):
+                self._located(self._runs[session][0], found, now)
+            case Retrieved(session=session, offsets=offsets):
+                self._mendable(self._runs[session][0], offsets, now)
+            case Reserved():
+                self._reserved(event, now)
+            case Committed():
+                self._committed(event, now)
+            case CallFailed(session=session) if session in self._questions:
+                question = self._questions.pop(session)
+                self._wire.close(session, now)
+                self._missed(question.run, question.items, now)
+                self._close_if_ended(question.run.progress, now)
+            case CallFailed():
+                for run in [r for r in self._runs.get(event.session, ()) if r.call in (None, event.call)]:
+                    self._count("store_calls_failed", 1)
+                    self._fail(run, now)
+
+    def _run_of(self, session: SessionId, call: CallId) -> Run | None:
+        return next((run for run in self._runs.get(session, ()) if run.call == call), None)
+
+    def _reserved(self, event: Reserved, now: float) -> None:
+        run = self._run_of(event.session, event.call)
+        if run is None:
+            return
+        run.lease_until = event.lease_until
+        first = self._span(run)[0]
+        without: list[Item] = []
+        kept: list[Item] = []
+        for item in run.items:
+            start = first if run.is_boundary else item.mark
+            pieces = range(start, start + len(item.name.pieces))
+            item.slots = tuple(event.offsets.get(piece, SKIP) for piece in pieces)
+            (kept if any(slot != SKIP for slot in item.slots) else without).append(item)
+        self._unpin(without)
+        run.items = kept
+        if without:
+            self._ask_about(run, without, now)
+        if kept:
+            run.state = RunState.RESERVED
+        else:
+            self._end(run, now)
+
+    def _ask_about(self, run: Run, items: list[Item], now: float) -> None:
+        """No slot: stored already, being written by another, or no room. Only a lookup tells."""
+        self._count("slots_refused", len(items))
+        if run.is_boundary:
+            sequence: Sequence[bytes] = items[0].name.pieces
+        else:
+            sequence = run.digests.chunks(items[-1].mark + 1)
+        session = self._wire.open(sequence, run.salt)
+        self._questions[session] = _Question(run, items, session)
+        self._wire.lookup(session, len(sequence), now)
+
+    def _answered(self, question: _Question, found: int, now: float) -> None:
+        run = question.run
+        self._wire.close(question.session, now)
+        missed: list[Item] = []
+        for item in question.items:
+            needed = len(item.name.pieces) if run.is_boundary else item.mark + 1
+            if found >= needed:
+                self._acknowledge_item(run, item)
+            else:
+                missed.append(item)
+        if not run.is_boundary:
+            self._note_evicted(run, question.items[-1].mark, found)
+        self._missed(run, missed, now)
+        self._close_if_ended(run.progress, now)
+
+    def _note_evicted(self, run: Run, asked: int, found: int) -> None:
+        """Chunks that were acknowledged once but are gone: they have to be stored again before any behind them."""
+        progress, chunk_tokens = run.progress, self._geometry.chunk_tokens
+        for digest in run.digests.chunks(asked)[found:]:
+            self._known.gone(digest)
+        evicted_from = found * chunk_tokens
+        if evicted_from < progress.start_tokens and found not in progress.open:
+            self._count("evicted_chunks_seen", progress.start_tokens // chunk_tokens - found)
+            progress.num_loaded_tokens = min(progress.num_loaded_tokens, evicted_from)
+            progress.num_stored_tokens = min(progress.num_stored_tokens, evicted_from)
+
+    def _committed(self, event: Committed, now: float) -> None:
+        run = self._run_of(event.session, event.call)
+        if run is None:
+            return
+        if event.accepted:
+            self._acknowledge(run, now)
+        else:
+            self._count("commits_refused", 1)
+            self._fail(run, now)
+
+    def _located(self, run: Run, found: int, now: float) -> None:
+        start, end = self._span(run)
+        if found < end:
+            for item in run.items:
+                self._known.gone(item.name.digest)  # nothing to mend: it is stored like any other object next time
+            self._fail(run, now)
+            return
+        self._wire.free(run.session, 0, start, now)
+        self._wire.retrieve(run.session, start, end, now)
+
+    def _mendable(self, run: Run, offsets: tuple[int, ...], now: float) -> None:
+        run.items[0].slots = offsets
+        run.lease_until = now + self._lease_s
+        run.state = RunState.RESERVED
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _acknowledge(self, run: Run, now: float) -> None:
+        for item in run.items:
+            self._acknowledge_item(run, item)
+        self._count("objects_mended" if run.is_repair else "objects_stored", len(run.items))
+        self._end(run, now)
+
+    def _acknowledge_item(self, run: Run, item: Item) -> None:
+        self._known.acknowledge(item.name.digest)
+        if run.is_boundary:
+            run.progress.open_boundaries.discard(item.mark)
+        else:
+            run.progress.open.discard(item.mark)
+            run.progress.acknowledge(item.mark, self._geometry.chunk_tokens)
+
+    def _fail(self, run: Run, now: float) -> None:
+        if run.jobs:
+            run.failed = True  # workers still read the blocks: the last report ends the run
+            return
+        self._missed(run, run.items, now)
+        self._end(run, now)
+
+    def _missed(self, run: Run, items: Sequence[Item], now: float) -> None:
+        """Not stored, to be tried again a bounded number of times while the request lives."""
+        progress = run.progress
+        for item in items:
+            key = -item.mark if run.is_boundary else item.mark
+            progress.attempts[key] = progress.attempts.get(key, 0) + 1
+            progress.retry_at[key] = now + RETRY_S
+            (progress.open_boundaries if run.is_boundary else progress.open).discard(item.mark)
+            if run.is_boundary and progress.attempts[key] < MAX_ATTEMPTS:
+                progress.missed_boundaries.add(item.mark)
+
+    def _end(self, run: Run, now: float) -> None:
+        self._unpin(run.items)
+        runs = self._runs[run.session]
+        runs.remove(run)
+        if not runs:
+            del self._runs[run.session]
+            if run.session != run.progress.session:
+                self._wire.close(run.session, now)
+        self._close_if_ended(run.progress, now)
+
+    def request_ended(self, progress: Progress, now: float) -> None:
+        """The request is gone; its runs go on, and the last of them closes its chunk session."""
+        progress.ended = True
+        self._close_if_ended(progress, now)
+
+    def _close_if_ended(self, progress: Progress, now: float) -> None:
+        session = progress.session
+        if not progress.ended or session is None or session in self._runs:
+            return
+        progress.session = None
+        # The server keeps a chain's head from being evicted before its tail when a session ends that looked it up.
+        self._closing.add(session)
+        self._wire.lookup(session, progress.session_chunks, now)
+
+    def epoch_ended(self, now: float) -> None:
+        """The server is gone. Nothing more is sent; pins of running jobs wait for the workers' reports."""
+        for run in list(self._all_runs()):
+            if not run.jobs:
+                self._unpin(run.items)
+        self._questions.clear()
+        self._closing.clear()
+        self._runs.clear()
+        self._known.clear()
+
+
+def _split_repairs(items: list[Item], known: Known) -> Iterator[list[Item]]:
+    """Runs of ordinary objects, and each object to be mended in a run of its own."""
+    ordinary = [item for item in items if item.name.digest not in known.poisoned]
+    if ordinary:
+        yield ordinary
+    for item in items:
+        if item.name.digest in known.poisoned:
+            yield [item]
