@@ -227,7 +227,7 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker, self._layout = startup.make_worker_half(
-            self._vllm_config, self._kv_cache_config, kv_caches, self._config
+            self._vllm_config, self._kv_cache_config, kv_caches, self._geometry, self._config
         )
 
     def get_handshake_metadata(self) -> LayoutMetadata | None:

@@ -45,7 +45,11 @@ def recompute_failed_loads(transfer: KVTransferConfig) -> None:
 
 
 def make_worker_half(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, Any], config: SafeConfig
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: dict[str, Any],
+    geometry: ModelGeometry,
+    config: SafeConfig,
 ) -> tuple[WorkerHalf, RankLayout]:
     """The worker half over the KV cache tensors that vLLM registered, and their layout for the scheduler.
 
@@ -54,14 +58,14 @@ def make_worker_half(
     """
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    from lmcache_mp_safe.geometry.pages import page_layout
     from lmcache_mp_safe.ops import choose_backend
+    from lmcache_mp_safe.worker.caches import page_layout
     from lmcache_mp_safe.worker.half import WorkerHalf
 
     place = rank_place(vllm_config, get_tp_group().rank_in_group, get_pp_group().rank_in_group)
-    pages, buffers = page_layout(kv_cache_config, kv_caches)
+    pages, buffers = page_layout(kv_cache_config, kv_caches, geometry)
     backend = choose_backend(buffers, config.backend)
-    worker = WorkerHalf(rank=place.rank, pages=pages, buffers=buffers, backend=backend, integrity=config.integrity)
+    worker = WorkerHalf(rank=place.rank, pages=pages, backend=backend, integrity=config.integrity)
     return worker, pages.rank_layout(place.rank, backend=f"{backend.name} ({backend.why})")
 
 

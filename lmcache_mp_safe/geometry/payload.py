@@ -64,9 +64,7 @@ class ObjectLayout:
 
     def pieces(self, rank_payload_bytes: Sequence[int]) -> int:
         """Pieces that a payload of these sizes needs: at least one, and the same number for every rank."""
-        return max(
-            1, *(-(-size // part.capacity) for size, part in zip(rank_payload_bytes, self.slices, strict=True))
-        )
+        return max(1, *(-(-size // part.capacity) for size, part in zip(rank_payload_bytes, self.slices, strict=True)))
 
 
 def piece_bytes(payload_bytes: int, capacity: int, piece: int) -> int:

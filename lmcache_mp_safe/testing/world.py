@@ -14,7 +14,7 @@ from typing import Any
 from lmcache_mp_safe.config import SafeConfig
 from lmcache_mp_safe.contract import SKIP, JobOutcome, JobReport, LoadJob, RankLayout, StepPlan, StepReport, StoreJob
 from lmcache_mp_safe.geometry.groups import Group, GroupKind, ModelGeometry
-from lmcache_mp_safe.geometry.seal import encode_seal
+from lmcache_mp_safe.geometry.seal import Seal
 from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
 from lmcache_mp_safe.scheduler.half import Role, SchedulerHalf
 from lmcache_mp_safe.testing.fake_wire import FakeWire
@@ -213,7 +213,7 @@ class World:
             for piece, slot in enumerate(job.object.slots):
                 if slot == SKIP:
                     continue
-                seal = encode_seal(
+                seal = Seal(
                     layout_digest=rank.digest,
                     object_digest=job.object.digest,
                     rank=rank.rank,
@@ -222,7 +222,7 @@ class World:
                     payload_bytes=max(0, min(part.capacity, payload - piece * part.capacity)),
                     checksum=0,
                     nonce=bytes(16),
-                )
+                ).encode()
                 start = slot + part.seal_offset
                 self.wire.pool.memory[start : start + len(seal)] = seal
                 self.copied[slot] = job.object.blocks

@@ -455,8 +455,11 @@ def test_two_resets_lead_to_two_namespaces() -> None:
     generations: list[str] = []
     world = World()
     make = world._make_wire
-    world.half._make_wire = lambda size, generation, epoch: generations.append(generation) or make(  # type: ignore
-        size, generation, epoch
+    world.half._make_wire = lambda size, generation, epoch: (
+        generations.append(generation)
+        or make(  # type: ignore
+            size, generation, epoch
+        )
     )
     world.half.reset()
     world.half.reset()

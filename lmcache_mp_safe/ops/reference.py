@@ -1,0 +1,81 @@
+"""Copies in CPU memory with NumPy, inline: the backend for CPU engines, and the oracle for every other one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from lmcache_mp_safe.contract import SKIP
+from lmcache_mp_safe.errors import LocalError
+from lmcache_mp_safe.geometry.spans import Span
+from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence
+
+
+class InlineFence:
+    """Work on a CPU is done when the call returns."""
+
+    def passed(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class InlineCompletion:
+    checksums: tuple[int, ...]
+
+    def done(self) -> bool:
+        return True
+
+
+class ReferenceBackend:
+    """Backend over flat uint8 arrays."""
+
+    name = "reference"
+
+    def __init__(self, buffers: Sequence[Bytes], why: str) -> None:
+        self._buffers = list(buffers)
+        self.why = why
+
+    def record_fence(self) -> Fence:
+        return InlineFence()
+
+    def copy_out(self, spans: Sequence[Span], slots: Sequence[Bytes | None], after: Fence) -> Completion:
+        _require(after)
+        states = [xxhash.xxh3_64() for _ in slots]
+        for span in spans:
+            slot = slots[span.piece]
+            if slot is None:
+                continue
+            target = slot[span.piece_offset : span.piece_offset + span.length]
+            target[:] = self._pages(span)
+            states[span.piece].update(target)
+        return InlineCompletion(tuple(state.intdigest() for state in states))
+
+    def copy_in(self, spans: Sequence[Span], slots: Sequence[Bytes], after: Fence) -> Completion:
+        _require(after)
+        states = [xxhash.xxh3_64() for _ in slots]
+        for span in spans:
+            source = slots[span.piece][span.piece_offset : span.piece_offset + span.length]
+            if span.page_offset == SKIP:
+                states[span.piece].update(source)
+                continue
+            pages = self._pages(span)
+            pages[:] = source
+            states[span.piece].update(pages)  # what arrived, not what was sent
+        return InlineCompletion(tuple(state.intdigest() for state in states))
+
+    def hold_compute(self, until: Completion) -> None:
+        if not until.done():
+            raise LocalError("an inline copy is done when it returns")
+
+    def _pages(self, span: Span) -> Bytes:
+        pages = self._buffers[span.buffer][span.page_offset : span.page_offset + span.length]
+        if span.page_offset < 0 or len(pages) != span.length:
+            raise LocalError(f"span {span} lies outside of its buffer")
+        return pages
+
+
+def _require(fence: Fence) -> None:
+    if not fence.passed():
+        raise LocalError("an inline copy needs a fence that has passed")

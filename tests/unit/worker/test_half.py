@@ -1,0 +1,400 @@
+"""The worker half on a real shared-memory file: bytes, seals, order, and one report a job."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmcache_mp_safe.contract import (
+    SKIP,
+    Integrity,
+    JobOutcome,
+    JobReport,
+    LoadJob,
+    ObjectCopy,
+    PoolSegment,
+    StepPlan,
+    StoreJob,
+)
+from lmcache_mp_safe.errors import LocalError
+from lmcache_mp_safe.geometry.pages import PageLayout
+from lmcache_mp_safe.geometry.payload import ObjectLayout, Slice
+from lmcache_mp_safe.geometry.seal import decode_seal
+from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
+from lmcache_mp_safe.ops.reference import InlineFence, ReferenceBackend
+from lmcache_mp_safe.testing.pools import pool_file, random_buffer, simple_pages
+from lmcache_mp_safe.worker.half import WorkerHalf
+from lmcache_mp_safe.worker.pool import SHARED_MEMORY, MappedPool
+
+BLOCKS = 16
+# One append-only group of two layers and one recurrent group of one, in bytes a block.
+GROUPS = [[300, 500], [1700]]
+PAGES, BUFFER_BYTES = simple_pages(GROUPS, BLOCKS)
+CHUNK = ((3, 4), ())
+BOUNDARY = ((), (7,))
+LAYOUT = ObjectLayout.for_payload([2 * 800, 2 * 800])  # two ranks, two blocks a chunk
+SIZE = 16 * LAYOUT.object_bytes
+DIGEST = b"d" * 32
+
+
+class Rank:
+    """One rank: its memory and its half."""
+
+    def __init__(self, rank: int = 0, *, pages: PageLayout = PAGES, **options: Any) -> None:
+        self.memory = random_buffer(BUFFER_BYTES, seed=rank).numpy()
+        backend = options.pop("backend", None) or ReferenceBackend([self.memory], "test")
+        self.half = WorkerHalf(rank=rank, pages=pages, backend=backend, **options)
+
+    def page(self, group: int, block: int) -> bytes:
+        return b"".join(
+            self.memory[s.offset + block * s.stride :][: s.length].tobytes()
+            for layer in PAGES.groups[group]
+            for s in layer.segments
+        )
+
+
+numbers = itertools.count(1)
+
+
+@pytest.fixture
+def segment() -> Iterator[PoolSegment]:
+    with pool_file(SIZE, LAYOUT) as made:
+        yield made
+
+
+def bytes_of(segment: PoolSegment) -> bytearray:
+    return bytearray((SHARED_MEMORY / segment.name).read_bytes())
+
+
+def spoil(segment: PoolSegment, position: int) -> None:
+    with (SHARED_MEMORY / segment.name).open("r+b") as file:
+        file.seek(position)
+        (value,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([value ^ 1]))
+
+
+def store(
+    rank: Rank, segment: PoolSegment, blocks: Sequence[Sequence[int]], slots: Sequence[int], epoch: int = 1
+) -> JobReport:
+    copy = ObjectCopy(DIGEST, tuple(tuple(part) for part in blocks), tuple(slots))
+    job = StoreJob(JobId(next(numbers)), ServerEpoch(epoch), copy)
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
+    return only_report(rank)
+
+
+def load(
+    rank: Rank, segment: PoolSegment, blocks: Sequence[Sequence[int]], slots: Sequence[int], **fields: Any
+) -> JobReport:
+    copy = ObjectCopy(fields.get("digest", DIGEST), tuple(tuple(part) for part in blocks), tuple(slots))
+    job = LoadJob(JobId(next(numbers)), ServerEpoch(fields.get("epoch", 1)), RequestId("r"), (copy,))
+    rank.half.begin_step(StepPlan(1, segment, loads=(job,)))
+    finished = rank.half.poll()
+    report = only_report(rank)
+    assert finished.received == {"r"}
+    assert finished.failed == (set() if report.outcome is JobOutcome.DONE else {"r"})
+    assert rank.half.poll().received == frozenset()
+    assert rank.half.idle
+    return report
+
+
+def only_report(rank: Rank) -> JobReport:
+    report = rank.half.take_report()
+    assert report is not None
+    assert rank.half.take_report() is None
+    (job,) = report.jobs
+    return job
+
+
+def test_stored_chunk_loads_into_other_blocks_and_no_other_byte_changes(segment: PoolSegment) -> None:
+    rank = Rank()
+    assert store(rank, segment, CHUNK, [0]).outcome is JobOutcome.DONE
+    before = rank.memory.copy()
+    expected = [rank.page(0, 3), rank.page(0, 4)]
+    assert load(rank, segment, ((10, 11), ()), [0]).outcome is JobOutcome.DONE
+    assert [rank.page(0, 10), rank.page(0, 11)] == expected
+    changed = np.flatnonzero(before != rank.memory)
+    targets = {
+        byte
+        for layer in PAGES.groups[0]
+        for s in layer.segments
+        for byte in range(s.offset + 10 * s.stride, s.offset + 12 * s.stride)
+    }
+    assert set(changed.tolist()) <= targets
+
+
+def test_payload_larger_than_a_slice_is_cut_into_pieces(segment: PoolSegment) -> None:
+    rank = Rank()
+    blocks = ((1, 2, 3, 4, 5), (6, 7))
+    pieces = LAYOUT.pieces([5 * 800 + 2 * 1700] * 2)
+    assert pieces == 2
+    slots = [3 * LAYOUT.object_bytes, 1 * LAYOUT.object_bytes]
+    assert store(rank, segment, blocks, slots).outcome is JobOutcome.DONE
+    expected = [rank.page(0, block) for block in blocks[0]] + [rank.page(1, block) for block in blocks[1]]
+    assert load(rank, segment, ((11, 12, 13, 14, 15), (8, 9)), slots).outcome is JobOutcome.DONE
+    assert [rank.page(0, b) for b in range(11, 16)] + [rank.page(1, b) for b in (8, 9)] == expected
+
+
+def test_ranks_share_an_object_side_by_side(segment: PoolSegment) -> None:
+    ranks = [Rank(0), Rank(1)]
+    for rank in ranks:
+        assert store(rank, segment, CHUNK, [0]).outcome is JobOutcome.DONE
+    for rank in ranks:
+        expected = rank.page(0, 3)
+        assert load(rank, segment, ((10, 11), ()), [0]).outcome is JobOutcome.DONE
+        assert rank.page(0, 10) == expected
+    assert ranks[0].page(0, 10) != ranks[1].page(0, 10)
+
+
+def test_slice_of_another_rank_is_not_accepted(segment: PoolSegment) -> None:
+    assert store(Rank(1), segment, CHUNK, [0]).outcome is JobOutcome.DONE
+    assert load(Rank(0), segment, ((10, 11), ()), [0]).outcome is JobOutcome.BAD_SEAL
+
+
+def test_pages_that_are_not_wanted_are_not_written_but_checked(segment: PoolSegment) -> None:
+    rank = Rank()
+    store(rank, segment, CHUNK, [0])
+    before, expected = rank.page(0, 10), rank.page(0, 4)
+    assert load(rank, segment, ((SKIP, 11), ()), [0]).outcome is JobOutcome.DONE
+    assert (rank.page(0, 10), rank.page(0, 11)) == (before, expected)
+    spoil(segment, 5)  # a byte of the page that is not wanted
+    assert load(rank, segment, ((SKIP, 11), ()), [0]).outcome is JobOutcome.BAD_CHECKSUM
+
+
+def test_piece_that_the_server_has_already_is_left_alone(segment: PoolSegment) -> None:
+    rank = Rank()
+    blocks = ((1, 2, 3, 4, 5), (6, 7))
+    assert store(rank, segment, blocks, [SKIP, LAYOUT.object_bytes]).outcome is JobOutcome.DONE
+    assert not any(bytes_of(segment)[: LAYOUT.object_bytes])
+    part = LAYOUT.slices[0]
+    raw = bytes(bytes_of(segment)[LAYOUT.object_bytes + part.seal_offset : LAYOUT.object_bytes + part.size])
+    assert (decode_seal(raw).piece, decode_seal(raw).pieces) == (1, 2)
+
+
+@pytest.mark.parametrize("position", [0, 1, 799, 800, 1599])
+def test_one_wrong_payload_byte_is_noticed(segment: PoolSegment, position: int) -> None:
+    rank = Rank()
+    store(rank, segment, CHUNK, [0])
+    spoil(segment, position)
+    report = load(rank, segment, ((10, 11), ()), [0])
+    assert (report.outcome, report.bad_objects) == (JobOutcome.BAD_CHECKSUM, (0,))
+
+
+def test_every_wrong_seal_byte_is_noticed_before_anything_is_written(segment: PoolSegment) -> None:
+    rank = Rank()
+    store(rank, segment, CHUNK, [0])
+    part = LAYOUT.slices[0]
+    for position in range(part.seal_offset, part.size):
+        before = rank.memory.copy()
+        spoil(segment, position)
+        report = load(rank, segment, ((10, 11), ()), [0])
+        assert (report.outcome, report.bad_objects) == (JobOutcome.BAD_SEAL, (0,))
+        assert np.array_equal(before, rank.memory)
+        spoil(segment, position)
+    assert load(rank, segment, ((10, 11), ()), [0]).outcome is JobOutcome.DONE
+
+
+@pytest.mark.parametrize(
+    ("integrity", "payload", "seal"),
+    [
+        (Integrity.OFF, JobOutcome.DONE, JobOutcome.DONE),
+        (Integrity.SEAL, JobOutcome.DONE, JobOutcome.BAD_SEAL),
+        (Integrity.CHECKSUM, JobOutcome.BAD_CHECKSUM, JobOutcome.BAD_SEAL),
+    ],
+)
+def test_integrity_setting_decides_what_is_checked(
+    segment: PoolSegment, integrity: Integrity, payload: JobOutcome, seal: JobOutcome
+) -> None:
+    rank = Rank(integrity=integrity)
+    store(rank, segment, CHUNK, [0])
+    spoil(segment, 0)
+    assert load(rank, segment, ((10, 11), ()), [0]).outcome is payload
+    spoil(segment, 0)
+    spoil(segment, LAYOUT.slices[0].seal_offset)
+    assert load(rank, segment, ((10, 11), ()), [0]).outcome is seal
+
+
+def test_other_object_in_the_slot_is_not_the_promised_one(segment: PoolSegment) -> None:
+    rank = Rank()
+    store(rank, segment, CHUNK, [0])
+    assert load(rank, segment, ((10, 11), ()), [0], digest=b"e" * 32).outcome is JobOutcome.BAD_SEAL
+
+
+def test_job_of_another_epoch_touches_nothing(segment: PoolSegment) -> None:
+    rank = Rank()
+    memory = rank.memory.copy()
+    assert store(rank, segment, CHUNK, [0], epoch=2).outcome is JobOutcome.STALE_EPOCH
+    assert load(rank, segment, ((10, 11), ()), [0], epoch=0).outcome is JobOutcome.STALE_EPOCH
+    assert not any(bytes_of(segment))
+    assert np.array_equal(memory, rank.memory)
+
+
+def test_new_epoch_maps_the_new_pool_and_lets_the_old_one_go(segment: PoolSegment) -> None:
+    opened: list[MappedPool] = []
+
+    def opening(of: PoolSegment) -> MappedPool:
+        opened.append(MappedPool(of))
+        return opened[-1]
+
+    rank = Rank(open_pool=opening)
+    store(rank, segment, CHUNK, [0])
+    with pool_file(SIZE, LAYOUT, epoch=2) as newer:
+        assert store(rank, newer, CHUNK, [0], epoch=2).outcome is JobOutcome.DONE
+        assert any(bytes_of(newer))
+        with pytest.raises(LocalError, match="unmapped"):
+            opened[0].view(0, 1)
+    assert len(opened) == 2
+
+
+def test_pool_that_is_not_the_proven_one_is_refused_once_an_epoch(segment: PoolSegment) -> None:
+    import msgspec
+
+    rank = Rank()
+    for wrong in (
+        msgspec.structs.replace(segment, inode=segment.inode + 1),
+        msgspec.structs.replace(segment, name="nothing-there", epoch=ServerEpoch(2)),
+        msgspec.structs.replace(segment, size=2 * segment.size, epoch=ServerEpoch(3)),
+    ):
+        for expected in (1, 0):
+            rank.half.begin_step(StepPlan(1, wrong))
+            report = rank.half.take_report()
+            assert (0 if report is None else len(report.unusable)) == expected
+        assert store(rank, wrong, CHUNK, [0], epoch=wrong.epoch).outcome is JobOutcome.STALE_EPOCH
+
+
+@pytest.mark.parametrize("slot", [-4096, -1, SIZE, SIZE - LAYOUT.object_bytes + 4096, 2**40])
+def test_slot_outside_of_the_pool_ends_the_job_and_touches_nothing(segment: PoolSegment, slot: int) -> None:
+    if slot == SKIP:
+        slot = -2
+    rank = Rank(1)
+    memory = rank.memory.copy()
+    assert store(rank, segment, CHUNK, [slot]).outcome is JobOutcome.COPY_FAILED
+    assert load(rank, segment, ((10, 11), ()), [slot]).outcome is JobOutcome.COPY_FAILED
+    assert not any(bytes_of(segment))
+    assert np.array_equal(memory, rank.memory)
+
+
+@pytest.mark.parametrize("block", [BLOCKS, 10_000, -5])
+def test_block_that_does_not_exist_ends_the_job(segment: PoolSegment, block: int) -> None:
+    rank = Rank()
+    store(rank, segment, CHUNK, [0])
+    last_page = ((), (block,))
+    assert store(rank, segment, last_page, [LAYOUT.object_bytes]).outcome is JobOutcome.COPY_FAILED
+
+
+def test_null_block_is_never_a_target(segment: PoolSegment) -> None:
+    rank = Rank()
+    store(rank, segment, CHUNK, [0])
+    memory = rank.memory.copy()
+    assert load(rank, segment, ((0, 11), ()), [0]).outcome is JobOutcome.COPY_FAILED
+    assert np.array_equal(memory, rank.memory)
+
+
+def test_load_with_no_objects_and_no_epoch_is_a_failed_load(segment: PoolSegment) -> None:
+    rank = Rank()
+    job = LoadJob(JobId(1), ServerEpoch(0), RequestId("r"), ())
+    rank.half.begin_step(StepPlan(1, None, loads=(job,)))
+    finished = rank.half.poll()
+    assert finished.received == finished.failed == {"r"}
+
+
+def test_full_shared_memory_is_an_error_of_the_job(segment: PoolSegment, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    report = store(Rank(), segment, CHUNK, [0])
+    assert report.outcome is JobOutcome.COPY_FAILED
+    assert "enlarge /dev/shm" in report.detail
+    assert not any(bytes_of(segment))
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+class LateCompletion:
+    """A copy that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.checksums: tuple[int, ...] = ()
+
+    def done(self) -> bool:
+        return self.finished
+
+
+class LateBackend:
+    """A device whose copies run later; logs the order of what it is asked."""
+
+    name, why = "late", "test"
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.open: list[tuple[LateCompletion, list[Any]]] = []
+
+    def record_fence(self) -> InlineFence:
+        self.log.append("fence")
+        return InlineFence()
+
+    def copy_out(self, spans: Sequence[Any], slots: Sequence[Any], after: Any) -> LateCompletion:
+        return self._copy("out", slots)
+
+    def copy_in(self, spans: Sequence[Any], slots: Sequence[Any], after: Any) -> LateCompletion:
+        return self._copy("in", slots)
+
+    def hold_compute(self, until: Any) -> None:
+        self.log.append("hold")
+
+    def _copy(self, what: str, slots: Sequence[Any]) -> LateCompletion:
+        self.log.append(what)
+        completion = LateCompletion()
+        self.open.append((completion, list(slots)))
+        return completion
+
+
+def seal_bytes(segment: PoolSegment, slot: int = 0) -> bytes:
+    part: Slice = LAYOUT.slices[0]
+    return bytes(bytes_of(segment)[slot + part.seal_offset : slot + part.size])
+
+
+def test_seal_is_cleared_before_the_copy_and_written_after_it(segment: PoolSegment) -> None:
+    store(Rank(), segment, CHUNK, [0])
+    assert any(seal_bytes(segment))
+    backend = LateBackend()
+    rank = Rank(backend=backend)
+    job = StoreJob(JobId(9), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
+    assert not any(seal_bytes(segment)), "a reader in between must find no seal"
+    assert rank.half.take_report() is None
+    completion, slots = backend.open[0]
+    slots[0][:10] = 7
+    completion.checksums, completion.finished = (123,), True
+    assert only_report(rank).outcome is JobOutcome.DONE
+    assert decode_seal(seal_bytes(segment)).checksum == 123
+
+
+def test_fence_comes_before_every_copy_and_a_moved_block_holds_the_forward(segment: PoolSegment) -> None:
+    backend = LateBackend()
+    rank = Rank(backend=backend)
+    job = StoreJob(JobId(9), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
+    rank.half.begin_step(StepPlan(2, segment, wait_for=(JobId(9), JobId(8))))
+    assert backend.log == ["fence", "out", "fence", "hold"]
+
+
+def test_old_pool_stays_mapped_until_its_last_copy_is_done(segment: PoolSegment) -> None:
+    backend = LateBackend()
+    rank = Rank(backend=backend)
+    job = StoreJob(JobId(9), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
+    with pool_file(SIZE, LAYOUT, epoch=2) as newer:
+        rank.half.begin_step(StepPlan(2, newer))
+        completion, slots = backend.open[0]
+        slots[0][0] = 1  # the copy engine still writes there
+        completion.checksums, completion.finished = (1,), True
+        assert only_report(rank).outcome is JobOutcome.DONE
+        assert rank.half.idle
