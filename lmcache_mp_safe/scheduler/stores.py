@@ -192,7 +192,6 @@ class Stores:
         self._runs: dict[SessionId, list[Run]] = {}
         self._jobs: dict[JobId, Run] = {}
         self._questions: dict[SessionId, _Question] = {}
-        self._closing: set[SessionId] = set()
 
     # --- state that others ask for ----------------------------------------------------------------------------------
 
@@ -203,7 +202,7 @@ class Stores:
     @property
     def busy(self) -> bool:
         """Whether anything is under way that the engine must keep stepping for."""
-        return bool(self._runs or self._jobs or self._questions or self._closing)
+        return bool(self._runs or self._jobs or self._questions)
 
     @property
     def copying(self) -> bool:
@@ -478,14 +477,11 @@ class Stores:
     # --- what the server answers ------------------------------------------------------------------------------------
 
     def owns(self, session: SessionId) -> bool:
-        return session in self._runs or session in self._questions or session in self._closing
+        return session in self._runs or session in self._questions
 
     def handle(self, event: WireEvent, now: float) -> None:
         """Feed one answer of the wire layer to the run or question that waits for it."""
         match event:
-            case LookupAnswered(session=session) | CallFailed(session=session) if session in self._closing:
-                self._closing.discard(session)
-                self._wire.close(session, now)
             case LookupAnswered(session=session, found=found) if session in self._questions:
                 self._answered(self._questions.pop(session), found, now)
             case LookupAnswered(session=session, found=found):
@@ -647,9 +643,7 @@ class Stores:
         if not progress.ended or session is None or session in self._runs:
             return
         progress.session = None
-        # The server keeps a chain's head from being evicted before its tail when a session ends that looked it up.
-        self._closing.add(session)
-        self._wire.lookup(session, progress.session_chunks, now)
+        self._wire.close(session, now)
 
     def epoch_ended(self, now: float) -> None:
         """The server is gone. Nothing more is sent; pins of running jobs wait for the workers' reports."""
@@ -657,7 +651,6 @@ class Stores:
             if not run.jobs:
                 self._unpin(run.items)
         self._questions.clear()
-        self._closing.clear()
         self._runs.clear()
         self._known.clear()
 

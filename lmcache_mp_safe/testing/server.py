@@ -1,0 +1,206 @@
+"""A stock `lmcache server` as a child process, for tests, benchmarks and the demo.
+
+Everything goes by the child's own process id: nothing here can touch a server that somebody else started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from lmcache_mp_safe.errors import Scope, ServerError
+
+_COMMAND = [sys.executable, "-c", "import sys; from lmcache.cli.main import main; sys.exit(main())", "server"]
+_HOST = "127.0.0.1"
+_PING_TIMEOUT_S = 1.0
+_LOG_TAIL_LINES = 25
+# The flags without which the server does not lend its memory.
+SHARED_MEMORY_FLAGS = ("--no-l1-use-lazy", "--supported-transfer-mode", "auto")
+# The server puts this before every `--shm-name`.
+_SEGMENT_PREFIX = "lmcache_l1_pool_"
+
+
+class LMCacheServer:
+    """One server on free loopback ports.
+
+    Args:
+        l1_size_gb: size of the pool in GiB; it lies in /dev/shm and is sparse.
+        shm_name: name of the pool; a random one if left out, none at all if empty (the server then lends no memory).
+        flags: what makes the server lend its memory; pass () for a server with LMCache's defaults.
+        extra: further arguments for `lmcache server`.
+        start_timeout_s: how long the start may take until the server answers a ping.
+        log: file for the server's output; a temporary one if left out.
+    """
+
+    def __init__(
+        self,
+        *,
+        l1_size_gb: float = 0.25,
+        shm_name: str | None = None,
+        flags: Sequence[str] = SHARED_MEMORY_FLAGS,
+        extra: Sequence[str] = (),
+        start_timeout_s: float = 60.0,
+        log: Path | None = None,
+    ) -> None:
+        self.shm_name = f"safe_{secrets.token_hex(6)}" if shm_name is None else shm_name
+        self.port, http_port, prometheus_port = _free_ports(3)
+        self._arguments = [
+            *_COMMAND,
+            *("--host", _HOST, "--port", str(self.port)),
+            *("--http-port", str(http_port), "--prometheus-port", str(prometheus_port)),
+            *("--l1-size-gb", str(l1_size_gb), "--eviction-policy", "LRU"),
+            *(("--shm-name", self.shm_name) if self.shm_name else ()),
+            *flags,
+            *extra,
+        ]
+        self._start_timeout_s = start_timeout_s
+        self.log = log if log is not None else Path(tempfile.mkdtemp(prefix="lmcache_server_")) / "server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._paused = False
+
+    @property
+    def url(self) -> str:
+        return f"tcp://{_HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running server.
+
+        Raises:
+            ServerError: it does not run.
+        """
+        if self._process is None:
+            raise ServerError("the LMCache server is not running", scope=Scope.SERVER)
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def segment_path(self) -> Path:
+        return Path("/dev/shm") / f"{_SEGMENT_PREFIX}{self.shm_name}"
+
+    def start(self) -> None:
+        """Start the server and wait until it answers.
+
+        Raises:
+            ServerError: it ended or did not answer in time; the message ends with the tail of its log.
+        """
+        if self.running:
+            return
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._arguments,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "LMCACHE_TRACK_USAGE": "false"},
+            )
+        try:
+            self._wait_until_it_answers()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait_until_it_answers(self) -> None:
+        end = time.monotonic() + self._start_timeout_s
+        while not answers_ping(self.url, _PING_TIMEOUT_S):
+            if not self.running:
+                code = self._process.returncode if self._process else None
+                raise ServerError(f"lmcache server ended with code {code}:\n{self.log_tail()}", scope=Scope.SERVER)
+            if time.monotonic() > end:
+                waited = f"did not answer within {self._start_timeout_s:.0f} s"
+                raise ServerError(f"lmcache server {waited}:\n{self.log_tail()}", scope=Scope.SERVER)
+
+    def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def pause(self) -> None:
+        """SIGSTOP: the server keeps its memory and its connections and answers nothing."""
+        os.kill(self.pid, signal.SIGSTOP)
+        self._paused = True
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+        self._paused = False
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """SIGTERM, then SIGKILL for one that does not end in time."""
+        if self._process is None:
+            return
+        if self._paused:
+            self.resume()
+        self._process.terminate()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._process = None
+        self._remove_segment()
+
+    def kill(self) -> None:
+        """SIGKILL. The pool's name may outlive the server for about a second, as after a crash."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+        self._paused = False
+
+    def restart(self) -> None:
+        """A new process with the same ports and the same pool name, after a clean end of the old one."""
+        self.stop()
+        self.start()
+
+    def _remove_segment(self) -> None:
+        if self.shm_name:
+            with contextlib.suppress(FileNotFoundError):
+                self.segment_path.unlink()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        self._remove_segment()
+
+
+def answers_ping(url: str, timeout_s: float) -> bool:
+    """Whether an LMCache server answers there within this time."""
+    import zmq
+    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
+    context = zmq.Context()
+    context.linger = 0  # an unanswered ping must not wait in the socket for ever
+    client = RequestClientFactory.create(url, context=context)
+    try:
+        return bool(client.ping(None).wait(timeout_s))
+    finally:
+        client.close()
+        context.term()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind((_HOST, 0))
+        return [int(one.getsockname()[1]) for one in sockets]

@@ -1,0 +1,75 @@
+"""One sequence of objects on the server, and which of its locks are ours. Pure.
+
+A session owns the read locks that its lookup took until it gives them back: by freeing them, by ending the retrieve that
+uses them, or by closing. Each is released exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_mp_safe.errors import LocalError
+from lmcache_mp_safe.wire.events import CallId, SessionId
+from lmcache_mp_safe.wire.tokens import synthetic_tokens
+
+
+@dataclass
+class Session:
+    """A chained sequence under a server session of its own.
+
+    Attributes:
+        name: the server's session id, unique in the world and never used for another sequence: the server caches chunk
+            hashes by position under it.
+        locked: ranges of objects whose read locks this session holds.
+        reading: key of the open retrieve, whose commit releases its locks.
+        reservations: key and lease of each reservation that was answered and not committed.
+        running: calls that were not answered and have not timed out.
+        looking_up: the lookup that was not answered, timed out or not: its locks are not known yet.
+        used: whether the server knows the session.
+        after: a session that has to end first.
+    """
+
+    number: SessionId
+    name: str
+    salt: str
+    digests: list[bytes] = field(default_factory=list)
+    locked: list[range] = field(default_factory=list)
+    reading: Any = None
+    reservations: dict[CallId, tuple[Any, float]] = field(default_factory=dict)
+    running: set[CallId] = field(default_factory=set)
+    looking_up: CallId | None = None
+    used: bool = False
+    closing: bool = False
+    after: SessionId | None = None
+    _tokens: list[int] = field(default_factory=list)
+
+    def tokens(self, objects: int, chunk: int) -> Sequence[int]:
+        """The synthetic tokens of the first `objects` objects."""
+        known = len(self._tokens) // chunk
+        if objects > len(self.digests):
+            raise LocalError(f"session {self.number} has {len(self.digests)} objects, not {objects}")
+        if known < objects:
+            self._tokens += synthetic_tokens(self.digests[known:], chunk)
+        return self._tokens[: objects * chunk]
+
+    def lock(self, found: int) -> None:
+        """A lookup locked the first `found` objects."""
+        if self.locked:
+            raise LocalError(f"session {self.number} holds locks of an earlier lookup")
+        if found:
+            self.locked = [range(found)]
+
+    def unlock(self, start: int, end: int) -> None:
+        """These locks are no longer this session's to release.
+
+        Raises:
+            LocalError: one of them is not held.
+        """
+        for position, held in enumerate(self.locked):
+            if held.start <= start and end <= held.stop:
+                rest = [range(held.start, start), range(end, held.stop)]
+                self.locked[position : position + 1] = [part for part in rest if part]
+                return
+        raise LocalError(f"session {self.number} does not hold the locks [{start}, {end})")

@@ -1,0 +1,596 @@
+"""The wire layer's face: calls go out, events come in, nothing blocks.
+
+Called from one thread, the scheduler's. Time is an argument. Every call has a deadline; what is still owed when it has
+passed (locks of a lookup that is answered late, a retrieve that succeeded after all) is settled here when the answer
+comes, without the caller.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_mp_safe.contract import PoolSegment
+from lmcache_mp_safe.errors import LocalError, ServerError
+from lmcache_mp_safe.ids import ServerEpoch
+from lmcache_mp_safe.wire.connecting import Connection, Maker, Target
+from lmcache_mp_safe.wire.events import (
+    CallFailed,
+    CallId,
+    Committed,
+    Connected,
+    FailureKind,
+    LookupAnswered,
+    Lost,
+    Reserved,
+    Retrieved,
+    SessionEvent,
+    SessionId,
+    WireEvent,
+)
+from lmcache_mp_safe.wire.keys import object_key, registration
+from lmcache_mp_safe.wire.pool import PoolView
+from lmcache_mp_safe.wire.replies import found_objects, reserved_offsets, retrieved_offsets
+from lmcache_mp_safe.wire.salts import wire_salt
+from lmcache_mp_safe.wire.sessions import Session
+
+logger = logging.getLogger("vllm.lmcache_mp_safe.wire")
+
+# Seconds between two questions for a lookup's status: quick at first, the answer is usually there.
+_STATUS_PACE_S = 0.001
+_LATE_STATUS_PACE_S = 0.1
+# A lookup that has not ended this long after its deadline is given up; the server's lock time settles it.
+_ORPHAN_S = 60.0
+_FIRST_BACKOFF_S = 0.5
+_SUFFIX_INTS = 2
+
+
+@dataclass(frozen=True)
+class WireConfig:
+    """How to reach the server. Times in seconds.
+
+    Attributes:
+        namespace: the model's name on the server.
+        object_bytes: size of every object; a multiple of 4096.
+        lookup_timeout_s: deadline of a lookup, its status questions included.
+        lease_s: age at which a reservation is over.
+        max_unanswered_calls: with more than these the server is given up and a new client made: LMCache's client thread
+            is shared by the whole process and blocks after about a thousand.
+        first_epoch: number of the first epoch.
+    """
+
+    url: str
+    namespace: str
+    object_bytes: int
+    call_timeout_s: float = 10.0
+    lookup_timeout_s: float = 3.0
+    heartbeat_s: float = 10.0
+    lease_s: float = 60.0
+    connect_timeout_s: float = 10.0
+    backoff_max_s: float = 30.0
+    max_unanswered_calls: int = 256
+    first_epoch: ServerEpoch = ServerEpoch(1)
+
+
+class _Kind(enum.Enum):
+    LOOKUP = enum.auto()
+    RETRIEVE = enum.auto()
+    RESERVE = enum.auto()
+    COMMIT = enum.auto()
+    SETTLE = enum.auto()  # free, end of a retrieve, end of a session: nobody waits for the answer
+
+
+@dataclass
+class _Call:
+    """A call that the server has not answered. `told`: its caller was told that it timed out."""
+
+    number: CallId
+    kind: _Kind
+    session: SessionId
+    future: Any
+    deadline: float
+    start: int = 0
+    end: int = 0
+    key: Any = None
+    sent: float = 0.0
+    acknowledged: bool = False  # LOOKUP: the lookup itself is; the future is a status question
+    ask_again_at: float = 0.0
+    told: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is still owned on the server; all zero when idle."""
+
+    sessions: int
+    locks: int
+    retrieves: int
+    unanswered: int
+
+
+@dataclass
+class _Link:
+    """The connection in use."""
+
+    connection: Connection
+    epoch: ServerEpoch
+    segment: PoolSegment
+    beat: Any = None
+    beat_deadline: float = 0.0
+    next_beat: float = 0.0
+    doubted: bool = False
+    open: dict[CallId, _Call] = field(default_factory=dict)
+
+
+class Wire:
+    """Calls to one server in one namespace."""
+
+    def __init__(self, config: WireConfig, *, maker: Maker | None = None, process: str | None = None) -> None:
+        """Nothing goes over the network before `start`.
+
+        Args:
+            process: text that no other process uses; random by default.
+        """
+        self._config = config
+        self._maker = maker or Maker()
+        self._process = process or secrets.token_hex(12)
+        self._numbers = itertools.count(1)
+        self._epochs = itertools.count(config.first_epoch)
+        self._sessions: dict[SessionId, Session] = {}
+        self._closing: dict[SessionId, Session] = {}
+        self._events: list[WireEvent] = []
+        self._link: _Link | None = None
+        self._last_epoch = config.first_epoch
+        self._making = False
+        self._retry_at = 0.0
+        self._backoff_s = _FIRST_BACKOFF_S
+        self._stopped = False
+        self.why_down = "not connected yet"
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def up(self) -> bool:
+        return self._link is not None
+
+    @property
+    def epoch(self) -> ServerEpoch:
+        """The epoch in use, or the last one."""
+        return self._last_epoch
+
+    @property
+    def segment(self) -> PoolSegment | None:
+        return None if self._link is None else self._link.segment
+
+    @property
+    def pool(self) -> PoolView | None:
+        """The server's pool, to read from."""
+        return None if self._link is None else self._link.connection.pool
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether answers are on their way that polls should take in soon."""
+        return any(session.running for session in self._closing.values())
+
+    def held(self) -> Held:
+        sessions = [*self._sessions.values(), *self._closing.values()]
+        return Held(
+            sessions=sum(session.used for session in sessions),
+            locks=sum(len(part) for session in sessions for part in session.locked),
+            retrieves=sum(session.reading is not None for session in sessions),
+            unanswered=0 if self._link is None else len(self._link.open),
+        )
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> None:
+        """Begin connecting."""
+        self._make()
+
+    def poll(self, now: float) -> list[WireEvent]:
+        """Take in what has come, look after deadlines and the heartbeat. Never blocks."""
+        if self._link is None:
+            self._poll_making(now)
+        link = self._link
+        if link is not None:
+            self._beat(link, now)
+            for call in list(link.open.values()):
+                if self._link is link:
+                    self._advance(link, call, now)
+            if self._link is link and len(link.open) > self._config.max_unanswered_calls:
+                self._lose(f"{len(link.open)} calls are unanswered", now)
+            if self._link is link and self._closing:
+                self._settle_closing(link, now)
+        events, self._events = self._events, []
+        return events
+
+    def shutdown(self, deadline_s: float) -> None:
+        """End what can be ended without waiting for it, and close the client within the deadline."""
+        if self._stopped:
+            return
+        self._stopped = True
+        link, self._link = self._link, None
+        if link is not None:
+            self._say_goodbye(link, deadline_s)
+            self._maker.close(link.connection)
+        self._sessions.clear()
+        self._closing.clear()
+        self._maker.stop(deadline_s)
+
+    def _say_goodbye(self, link: _Link, deadline_s: float) -> None:
+        client, last = link.connection.client, None
+        reserved = any(call.kind in (_Kind.RESERVE, _Kind.COMMIT) for call in link.open.values())
+        for session in [*self._sessions.values(), *self._closing.values()]:
+            reserved = reserved or bool(session.reservations)
+            if session.reading is not None:
+                client.commit_retrieve(session.reading, link.connection.instance)
+            for part in session.locked:
+                client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1)
+            if session.used:
+                last = client.end_session(session.name)
+        if not reserved:
+            # With slots pending it would publish them, unsealed.
+            last = client.unregister_kv_cache_engine_driven_context(link.connection.instance)
+        if last is not None:
+            last.wait(min(deadline_s, 1.0))
+
+    def _make(self) -> None:
+        self._making = True
+        config = self._config
+        self._maker.make(Target(config.url, config.namespace, config.object_bytes, config.connect_timeout_s / 2))
+
+    def _poll_making(self, now: float) -> None:
+        if not self._making:
+            if now >= self._retry_at and not self._stopped:
+                self._make()
+            return
+        result = self._maker.result()
+        if result is None:
+            return
+        self._making = False
+        if isinstance(result, ServerError):
+            self._down(str(result), now)
+            return
+        epoch = ServerEpoch(next(self._epochs))
+        segment = PoolSegment(epoch, result.shm_name, result.pool.size, result.pool.inode)
+        self._link = _Link(result, epoch, segment, next_beat=now + self._config.heartbeat_s)
+        self._last_epoch, self._backoff_s, self.why_down = epoch, _FIRST_BACKOFF_S, ""
+        self._events.append(Connected(epoch, segment, result.server_chunk))
+
+    def _down(self, why: str, now: float) -> None:
+        if why != self.why_down:
+            logger.warning("LMCache server %s: %s", self._config.url, why)
+        self.why_down = why
+        self._retry_at = now + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, self._config.backoff_max_s)
+
+    def _lose(self, why: str, now: float) -> None:
+        """The server is gone or not to be trusted: everything that was owned there is gone with it."""
+        link, self._link = self._link, None
+        assert link is not None
+        self._sessions.clear()
+        self._closing.clear()
+        self._events = [Lost(link.epoch, why)]
+        self._maker.close(link.connection)
+        self._down(why, now)
+        self._retry_at = now
+
+    def _beat(self, link: _Link, now: float) -> None:
+        """Registering is the heartbeat: it proves our registration, which a ping does not, and heals a lost one."""
+        if link.beat is None:
+            if now < link.next_beat and not link.doubted:
+                return
+            if not self._still_the_pool(link):
+                self._lose("its shared memory was replaced: the server restarted", now)
+                return
+            payload = registration(link.connection.instance, self._config.namespace, self._config.object_bytes)
+            link.beat = link.connection.client.register_kv_cache_engine_driven_context(payload)
+            link.beat_deadline, link.doubted = now + self._config.call_timeout_s, False
+            return
+        if link.beat.query():
+            self._heard(link, now)
+        elif now > link.beat_deadline:
+            self._lose(f"no answer to a heartbeat for {self._config.call_timeout_s:g} s", now)
+
+    def _heard(self, link: _Link, now: float) -> None:
+        answer, link.beat = _result(link.beat), None
+        link.next_beat = now + self._config.heartbeat_s
+        same = getattr(answer, "shm_name", None), getattr(answer, "pool_size", None)
+        if same != (link.segment.name, link.segment.size) or not self._still_the_pool(link):
+            self._lose("another server answers at this address", now)
+
+    def _still_the_pool(self, link: _Link) -> bool:
+        pool = link.connection.pool
+        try:
+            return pool.is_alive and os.stat(pool.path).st_ino == pool.inode  # noqa: PTH116
+        except OSError:
+            return False
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    def open(self, digests: Sequence[bytes], salt: str = "") -> SessionId:
+        """A new sequence of objects with these digests (32 bytes each). Nothing is sent."""
+        number = SessionId(next(self._numbers))
+        self._sessions[number] = Session(number, f"{self._process}-{number}", wire_salt(salt), list(digests))
+        return number
+
+    def extend(self, session: SessionId, digests: Sequence[bytes]) -> None:
+        """Append further objects of the same chain."""
+        found = self._sessions.get(session)
+        if found is not None:
+            found.digests.extend(digests)
+
+    def close(self, session: SessionId, now: float) -> None:
+        """Give back whatever the session holds, then end it. From any state, any number of times."""
+        self.close_in_order([session], now)
+
+    def close_in_order(self, sessions: Sequence[SessionId], now: float) -> None:
+        """Close several; they end on the server in this order."""
+        before: SessionId | None = None
+        for number in sessions:
+            session = self._sessions.pop(number, None)
+            if session is None:
+                continue
+            session.closing, session.after = True, before
+            self._closing[number] = session
+            before = number
+        if self._link is not None:
+            self._settle_closing(self._link, now)
+        else:
+            self._closing.clear()
+
+    def _settle_closing(self, link: _Link, now: float) -> None:
+        for session in list(self._closing.values()):
+            if session.running or session.looking_up is not None:
+                continue  # its answers tell what has to be given back
+            if session.reading is not None or session.locked:
+                self._give_back(link, session, now)
+            elif session.after not in self._closing:
+                del self._closing[session.number]
+                if session.used:
+                    self._send(link, _Kind.SETTLE, session, link.connection.client.end_session(session.name), now)
+
+    def _give_back(self, link: _Link, session: Session, now: float) -> None:
+        client = link.connection.client
+        if session.reading is not None:
+            key, session.reading = session.reading, None
+            self._send(link, _Kind.SETTLE, session, client.commit_retrieve(key, link.connection.instance), now)
+        for part in session.locked:
+            self._send(
+                link,
+                _Kind.SETTLE,
+                session,
+                client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1),
+                now,
+            )
+        session.locked = []
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def lookup(self, session: SessionId, objects: int, now: float) -> CallId:
+        """How many of the first `objects` exist; locks them. Answer: `LookupAnswered`."""
+        found, link = self._usable(session)
+        if found is None or link is None:
+            return self._fail_at_once(session)
+        key = self._key(link, found, 0, objects)
+        call = self._send(
+            link, _Kind.LOOKUP, found, link.connection.client.lookup(key, 1), now, end=objects,
+            timeout_s=self._config.lookup_timeout_s,
+        )  # fmt: skip
+        found.looking_up = call.number
+        return call.number
+
+    def retrieve(self, session: SessionId, start: int, end: int, now: float) -> CallId:
+        """Pool offsets of the locked objects [start, end). Answer: `Retrieved`."""
+        found, link = self._usable(session)
+        if found is None or link is None:
+            return self._fail_at_once(session)
+        if found.reading is not None:
+            raise LocalError(f"session {session} has an open retrieve")
+        # From here on the locks are the server's to account for: a retrieve that fails releases them itself.
+        found.unlock(start, end)
+        key = self._key(link, found, start, end, unique=True)
+        future = link.connection.client.prepare_retrieve(key, link.connection.instance)
+        return self._send(link, _Kind.RETRIEVE, found, future, now, start=start, end=end, key=key).number
+
+    def done_reading(self, session: SessionId, now: float) -> None:
+        """End the open retrieve, which releases its locks; nothing without one."""
+        found, link = self._usable(session)
+        if found is not None and link is not None and found.reading is not None:
+            key, found.reading = found.reading, None
+            future = link.connection.client.commit_retrieve(key, link.connection.instance)
+            self._send(link, _Kind.SETTLE, found, future, now)
+
+    def free(self, session: SessionId, start: int, end: int, now: float) -> None:
+        """Release locks that are still held on [start, end)."""
+        found, link = self._usable(session)
+        if found is None or link is None or start >= end:
+            return
+        found.unlock(start, end)
+        future = link.connection.client.free_lookup_locks(self._key(link, found, start, end), 1)
+        self._send(link, _Kind.SETTLE, found, future, now)
+
+    def reserve(self, session: SessionId, start: int, end: int, now: float) -> CallId:
+        """Ask for slots for the objects [start, end). Answer: `Reserved`."""
+        found, link = self._usable(session)
+        if found is None or link is None:
+            return self._fail_at_once(session)
+        key = self._key(link, found, start, end, unique=True)
+        future = link.connection.client.prepare_store(key, link.connection.instance)
+        return self._send(link, _Kind.RESERVE, found, future, now, start=start, end=end, key=key).number
+
+    def commit(self, session: SessionId, reserve_call: CallId, now: float) -> CallId:
+        """Publish everything in the slots of a reservation. Answer: `Committed`.
+
+        Raises:
+            LocalError: the reservation's lease is over: the server may have given its slots to another writer, whose
+                half-written object this would publish.
+        """
+        found, link = self._usable(session)
+        if found is None or link is None or reserve_call not in found.reservations:
+            return self._fail_at_once(session)
+        key, lease_until = found.reservations.pop(reserve_call)
+        if now > lease_until:
+            raise LocalError(f"commit of reservation {reserve_call} after its lease")
+        future = link.connection.client.commit_store(key, link.connection.instance, b"")
+        return self._send(link, _Kind.COMMIT, found, future, now).number
+
+    def _usable(self, session: SessionId) -> tuple[Session | None, _Link | None]:
+        return self._sessions.get(session), self._link
+
+    def _fail_at_once(self, session: SessionId) -> CallId:
+        call = CallId(next(self._numbers))
+        self._events.append(CallFailed(call, session, FailureKind.LOST, self.why_down or "the session is gone"))
+        return call
+
+    def _key(self, link: _Link, session: Session, start: int, end: int, *, unique: bool = False) -> Any:
+        chunk = link.connection.server_chunk
+        suffix = [secrets.randbits(31) for _ in range(_SUFFIX_INTS)] if unique else []
+        tokens = session.tokens(end, chunk)
+        return object_key(
+            self._config.namespace, session.name, session.salt, tokens, start * chunk, end * chunk, suffix
+        )
+
+    def _send(
+        self,
+        link: _Link,
+        kind: _Kind,
+        session: Session,
+        future: Any,
+        now: float,
+        *,
+        start: int = 0,
+        end: int = 0,
+        key: Any = None,
+        timeout_s: float | None = None,
+    ) -> _Call:
+        number = CallId(next(self._numbers))
+        deadline = now + (self._config.call_timeout_s if timeout_s is None else timeout_s)
+        call = _Call(number, kind, session.number, future, deadline, start, end, key, sent=now)
+        link.open[number] = call
+        session.used = True
+        session.running.add(number)
+        return call
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    def _session_of(self, call: _Call) -> Session | None:
+        return self._sessions.get(call.session) or self._closing.get(call.session)
+
+    def _advance(self, link: _Link, call: _Call, now: float) -> None:
+        if call.future is None:
+            if now >= call.ask_again_at:
+                self._ask_status(link, call)
+        elif call.future.query():
+            self._answered(link, call, now)
+        if call.number in link.open and now > call.deadline:
+            self._late(link, call, now)
+
+    def _late(self, link: _Link, call: _Call, now: float) -> None:
+        session = self._session_of(call)
+        if not call.told:
+            call.told = link.doubted = True
+            if session is not None:
+                session.running.discard(call.number)
+            self._tell(call, CallFailed(call.number, call.session, FailureKind.TIMEOUT, f"{call.kind.name} timed out"))
+        elif call.kind is _Kind.LOOKUP and now > call.deadline + _ORPHAN_S:
+            self._forget(link, call)
+
+    def _answered(self, link: _Link, call: _Call, now: float) -> None:
+        try:
+            answer = call.future.result(0)
+            if call.kind is _Kind.LOOKUP and not call.acknowledged:
+                call.acknowledged = True
+                self._ask_status(link, call)
+                return
+            if call.kind is _Kind.LOOKUP and answer is None:
+                call.future = None
+                call.ask_again_at = now + (_LATE_STATUS_PACE_S if call.told else _STATUS_PACE_S)
+                return
+            self._take(link, call, answer, now)
+        except ServerError as error:
+            self._forget(link, call)
+            self._tell(call, CallFailed(call.number, call.session, FailureKind.MALFORMED, str(error)))
+        except Exception as error:
+            self._forget(link, call)
+            self._tell(call, CallFailed(call.number, call.session, FailureKind.REFUSED, repr(error)))
+
+    def _ask_status(self, link: _Link, call: _Call) -> None:
+        session = self._session_of(call)
+        assert session is not None
+        call.future = link.connection.client.query_prefetch_status(session.name)
+
+    def _take(self, link: _Link, call: _Call, answer: Any, now: float) -> None:
+        """A final answer. What was told to be lost is settled, not told again.
+
+        Raises:
+            ServerError: it makes no sense.
+        """
+        session = self._session_of(call)
+        size, pool = self._config.object_bytes, link.segment.size
+        if call.kind is _Kind.LOOKUP:
+            found = found_objects(answer, call.end)
+            if session is not None:
+                session.lock(found)
+                if call.told and not session.closing:
+                    self._give_back(link, session, now)
+            self._finish(link, call, LookupAnswered(call.number, call.session, found))
+        elif call.kind is _Kind.RETRIEVE:
+            self._take_retrieve(link, call, answer, session, now)
+        elif call.kind is _Kind.RESERVE:
+            offsets = reserved_offsets(answer.context, call.start, call.end, size, pool)
+            lease_until = call.sent + self._config.lease_s
+            if session is not None and not call.told and offsets:
+                session.reservations[call.number] = (call.key, lease_until)
+            self._finish(link, call, Reserved(call.number, call.session, call.start, offsets, lease_until))
+        elif call.kind is _Kind.COMMIT:
+            self._finish(link, call, Committed(call.number, call.session, answer is True))
+        else:
+            self._forget(link, call)
+
+    def _take_retrieve(self, link: _Link, call: _Call, answer: Any, session: Session | None, now: float) -> None:
+        if not answer.success:
+            # The server released these locks itself: freeing them as well would strip other readers.
+            self._finish(link, call, CallFailed(call.number, call.session, FailureKind.REFUSED, "not readable"))
+            return
+        if session is None:
+            session = Session(call.session, "", "")  # closed without waiting: only the commit is owed
+        if call.told and not session.closing:
+            client = link.connection.client
+            self._send(link, _Kind.SETTLE, session, client.commit_retrieve(call.key, link.connection.instance), now)
+        else:
+            session.reading = call.key
+        count = call.end - call.start
+        offsets = retrieved_offsets(answer.context, count, self._config.object_bytes, link.segment.size)
+        self._finish(link, call, Retrieved(call.number, call.session, offsets))
+
+    def _finish(self, link: _Link, call: _Call, event: SessionEvent) -> None:
+        self._forget(link, call)
+        self._tell(call, event)
+
+    def _forget(self, link: _Link, call: _Call) -> None:
+        link.open.pop(call.number, None)
+        session = self._session_of(call)
+        if session is not None:
+            session.running.discard(call.number)
+            if session.looking_up == call.number:
+                session.looking_up = None
+
+    def _tell(self, call: _Call, event: SessionEvent) -> None:
+        """Only open sessions have somebody who waits, and nobody is told twice."""
+        told_before = call.told and not isinstance(event, CallFailed)
+        if call.session in self._sessions and call.kind is not _Kind.SETTLE and not told_before:
+            self._events.append(event)
+
+
+def _result(future: Any) -> Any:
+    try:
+        return future.result(0)
+    except Exception:
+        return None
