@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from lmcache_mp_safe import startup
 from lmcache_mp_safe.compat.features import probe
 from lmcache_mp_safe.compat.gate import install
-from lmcache_mp_safe.compat.model import geometry_of, naming_facts
+from lmcache_mp_safe.compat.model import geometry_of, hit_margin_tokens, naming_facts
 from lmcache_mp_safe.compat.requests import HostBlockPool, HostRequest
 from lmcache_mp_safe.config import SafeConfig, parse_config
 from lmcache_mp_safe.contract import RankLayout, StepPlan, StepReport
@@ -115,6 +115,7 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
             Role(may_load=transfer.is_kv_consumer, may_store=transfer.is_kv_producer),
             make_wire=self._make_wire,
             keep_tokens=2 if self._features.pads_remainder else 1,
+            margin_tokens=hit_margin_tokens(self._vllm_config, self._geometry),
             clock=time.monotonic,
             random_text=functools.partial(secrets.token_hex, 16),
         )

@@ -93,6 +93,20 @@ def check_engine(vllm_config: VllmConfig) -> None:
         raise ConfigError("ranks on several hosts are not supported yet; serve the model on one host")
 
 
+def hit_margin_tokens(vllm_config: VllmConfig, geometry: ModelGeometry) -> int:
+    """Tokens below the last full block at which vLLM's own hits end.
+
+    With a drafter that reads the target's hidden states (MTP, EAGLE) vLLM drops the last matching block, so that the
+    drafter sees it computed. A hit that went deeper would still be right in meaning, but its remainder would be computed
+    in a step of another shape than after a local hit, and differ from it by rounding.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return 0
+    drops = getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)
+    return geometry.block_tokens if drops() else 0
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """Where this process sits among the ranks of its model."""

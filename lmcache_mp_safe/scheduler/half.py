@@ -98,6 +98,7 @@ class SchedulerHalf:
     Args:
         make_wire: a wire for (object size in bytes, generation text of the namespace, first epoch).
         keep_tokens: prompt tokens that a hit must leave to be computed.
+        margin_tokens: further tokens below the last block boundary, a multiple of the block.
         clock: monotonic seconds.
         random_text: fresh random text, for the generation after a cache reset.
     """
@@ -110,6 +111,7 @@ class SchedulerHalf:
         *,
         make_wire: Callable[[int, str, ServerEpoch], Wire],
         keep_tokens: int,
+        margin_tokens: int = 0,
         clock: Callable[[], float],
         random_text: Callable[[], str],
     ) -> None:
@@ -118,6 +120,7 @@ class SchedulerHalf:
         self._role = role
         self._make_wire = make_wire
         self._keep_tokens = keep_tokens
+        self._margin_tokens = margin_tokens
         self._clock = clock
         self._random_text = random_text
         self._job_ids = itertools.count(1)
@@ -264,12 +267,16 @@ class SchedulerHalf:
         if not self._usable() and before.phase in (Phase.NEW, Phase.COMPUTING):
             return 0
         if before.phase in (Phase.NEW, Phase.COMPUTING):
-            limit = max(0, source.num_tokens - self._keep_tokens)
-            limit = limit // self._geometry.block_tokens * self._geometry.block_tokens
+            limit = self._deepest_hit(source.num_tokens)
             remembered = self._remembered(tracked.digests, limit, local_tokens)
             tracked.hit.record = with_limit(before, limit, remembered)
             tracked.hit.whole_chunks = source.num_tokens // self._geometry.chunk_tokens
         return self._live.hits.poll(tracked.hit, local_tokens, now)
+
+    def _deepest_hit(self, num_tokens: int) -> int:
+        """The deepest boundary at which a prompt of this length may be resumed."""
+        block = self._geometry.block_tokens
+        return max(0, max(0, num_tokens - self._keep_tokens) // block * block - self._margin_tokens)
 
     def allocated(self, source: RequestSource, external_tokens: int, blocks: Sequence[Sequence[int]]) -> None:
         """vLLM allocated blocks (ids per group) and expects this many tokens to be loaded into them."""

@@ -1,8 +1,9 @@
 """Start vLLM's CPU build with LMCache imported and speculation on: three gaps of that build, closed from outside.
 
-Used by tests and the demo only; nothing here touches a GPU build. Each guard asks for the feature it mends and does nothing
-where that is absent. Call `prepare_cpu_engine` before the engine is made. It also leaves a word in the environment, so that
-the package's vLLM plugin can call `apply_from_environment` in the engine-core and worker processes that vLLM spawns.
+Used by tests and the demo only; nothing here touches a GPU build. Each guard asks for the feature it mends and does
+nothing where that is absent. Call `prepare_cpu_engine` before the engine is made. It also leaves a word in the
+environment, so that the package's vLLM plugin can call `apply_from_environment` in the engine-core and worker
+processes that vLLM spawns.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def _is_cpu_build() -> bool:
 def _tolerate_odd_objects_in_kernel_scan() -> None:
     """vLLM 0.32 looks at the `__dict__` of every object in every module, and takes for granted that it is a mapping.
 
-    A cffi library, which LMCache brings in, answers `__dict__` with something else, and the engine dies at start. The scan
-    calls `vars`; a name of its own in that module makes such objects look empty. The scan also touches deprecated names of
-    torch, whose warnings are nobody's business here.
+    A cffi library, which LMCache brings in, answers `__dict__` with something else, and the engine dies at start. The
+    scan calls `vars`; a name of its own in that module makes such objects look empty. The scan also touches
+    deprecated names of torch, whose warnings are nobody's business here.
     """
     if importlib.util.find_spec("vllm.triton_utils.dispatcher") is None:
         return
@@ -76,8 +77,8 @@ def _interpret_state_kernels() -> None:
     """Run the kernels of `vllm.v1.worker.mamba_utils` under Triton's interpreter.
 
     With speculation on, vLLM's align mode launches kernels that have no CPU form; without a GPU it hands the module a
-    placeholder for Triton. The module is executed again with the real one in place, and only that module: other kernels have
-    native CPU forms, which vLLM puts in when the worker starts.
+    placeholder for Triton. The module is executed again with the real one in place, and only that module: other
+    kernels have native CPU forms, which vLLM puts in when the worker starts.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -93,16 +94,16 @@ def _interpret_state_kernels() -> None:
     finally:
         triton_utils.triton, triton_utils.tl = placeholders
     if hasattr(state_module, "_TEMPORAL_TILES"):
-        # In how many programs one copy is split, to fill a GPU. They are interpreted one after the other: one is enough,
-        # and the step is ten times as fast.
+        # In how many programs one copy is split, to fill a GPU. They are interpreted one after the other: one is
+        # enough, and the step is ten times as fast.
         state_module._TEMPORAL_TILES = 1
 
 
 def _interpreted_language() -> ModuleType:
     """`triton.language` whose own library (`tl.cdiv`, ...) can be called by an interpreted kernel.
 
-    Those are kernels too, decorated when Triton was first imported, which was before the interpreter was switched on unless
-    the environment said so from the start.
+    Those are kernels too, decorated when Triton was first imported, which was before the interpreter was switched on
+    unless the environment said so from the start.
     """
     language = importlib.import_module("triton.language")
     library = importlib.import_module("triton.language.standard")

@@ -1,15 +1,16 @@
 """A real vLLM engine on CPU, driven step by step: for tests, the demo and `verify`.
 
-    with Engine(EngineSpec(model_dir, kind="hybrid", speculation="mtp", connector="safe", connector_extra={...})) as engine:
+    spec = EngineSpec(model_dir, kind="hybrid", speculation="mtp", connector="safe", connector_extra={...})
+    with Engine(spec) as engine:
         first = engine.generate([prompt], max_tokens=24)[0]
         engine.reset_prefix_cache()
         again = engine.generate([prompt], max_tokens=24)[0]
         assert again.external_tokens > 0 and again.token_ids == first.token_ids
 
-The scheduler lives in this process, so that a test can look at it between two steps; with `tensor_parallel_size` above one
-the workers are child processes. An engine takes over process-wide state of vLLM, so there is one at a time; another may
-follow after `close`. For a clean slate, a second engine at the same time, another interpreter, or `kill -9`, see
-`engine_worker.EngineProcess`.
+The scheduler lives in this process, so that a test can look at it between two steps; with `tensor_parallel_size`
+above one the workers are child processes. An engine takes over process-wide state of vLLM, so there is one at a time;
+another may follow after `close`. For a clean slate, a second engine at the same time, another interpreter, or `kill
+-9`, see `engine_worker.EngineProcess`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
@@ -37,9 +38,10 @@ ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "LMCACHE_DISABLE_BANNER": "1",
     "LMCACHE_TRACK_USAGE": "false",
-    # One thread: sums come out the same bit for bit in every process and on every machine, whatever runs beside them; the
-    # models are too small to gain from more; and vLLM's own binding refuses two workers on one memory node.
+    # One thread: sums come out the same bit for bit in every process and on every machine, whatever runs beside them;
+    # the models are too small to gain from more; and vLLM's own binding refuses two workers on one memory node.
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # ngram drafting; it would set the number for everything else in the process too
     "TORCHDYNAMO_DISABLE": "1",  # a compilation costs more than everything these models do
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -49,8 +51,8 @@ ENVIRONMENT: Mapping[str, str] = {
 
 _SPECULATIVE_CONFIG: Mapping[Speculation, dict[str, Any] | None] = {
     "none": None,
-    # Single tokens only, looked up in a prompt that holds them all: always three drafts. vLLM's CPU build fails when a step
-    # has fewer tokens than the step before accepted.
+    # Single tokens only, looked up in a prompt that holds them all: always three drafts. vLLM's CPU build fails when
+    # a step has fewer tokens than the step before accepted.
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1, "prompt_lookup_min": 1},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
@@ -73,14 +75,12 @@ class EngineSpec:
     """Everything that decides what an engine does.
 
     Attributes:
-        model_dir: where the model is; written there first if it holds none.
-        kind: the model to write.
-        speculation: ngram and mtp draft with the tables above; mtp needs the hybrid model.
-        connector: None, "safe", "stock", or a whole `kv_transfer_config`.
-        connector_extra: `kv_connector_extra_config` of "safe" and "stock".
-        block_size: None lets vLLM choose; for the hybrid model that is 640 tokens.
-        num_gpu_blocks_override: a small number makes the pool run dry.
-        in_process: False puts the scheduler into a child process too, as `vllm serve` does; the properties of `Engine` that
+        model_dir: where the model is; written there first if it holds none. kind: the model to write. speculation:
+        ngram and mtp draft with the tables above; mtp needs the hybrid model. connector: None, "safe", "stock", or a
+        whole `kv_transfer_config`. connector_extra: `kv_connector_extra_config` of "safe" and "stock". block_size:
+        None lets vLLM choose; for the hybrid model that is 640 tokens. num_gpu_blocks_override: a small number makes
+        the pool run dry. in_process: False puts the scheduler into a child process too, as `vllm serve` does; the
+        properties of `Engine` that
             look at it are then out of reach.
         options: further arguments of `vllm.LLM`, which win over the ones made here.
     """
@@ -172,7 +172,13 @@ class GroupFacts:
 class Engine:
     """One vLLM engine. Not thread-safe; close it, or use it as a context manager."""
 
+    _one: ClassVar[EngineSpec | None] = None  # what this process runs
+
     def __init__(self, spec: EngineSpec) -> None:
+        if Engine._one is not None:
+            raise RuntimeError(
+                f"this process runs an engine already: close it, or use EngineProcess; {Engine._one}"
+            )
         self.spec = spec
         _prepare_environment(spec)
         if not (Path(spec.model_dir) / "config.json").exists():
@@ -184,6 +190,7 @@ class Engine:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # vLLM's start is not what a test of ours is about
             self._llm: Any = LLM(**spec.arguments())
+        Engine._one = spec
         self._external_tokens: dict[str, int] = {}
         self._requests: dict[str, Any] = {}
         self._names = (f"request-{number}" for number in itertools.count())
@@ -192,7 +199,9 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # --- requests ----------------------------------------------------------------
@@ -206,19 +215,30 @@ class Engine:
         request_ids: Sequence[str] | None = None,
         deadline_s: float = 300.0,
     ) -> list[Answer]:
-        """Run the prompts together, greedily, to exactly `max_tokens` each. Answers come in the order of the prompts."""
+        """Run the prompts together, greedily, to exactly `max_tokens` each. Answers in the order of the prompts."""
         salts = salts if salts is not None else [None] * len(prompts)
         request_ids = request_ids if request_ids is not None else [next(self._names) for _ in prompts]
         for prompt, salt, request_id in zip(prompts, salts, request_ids, strict=True):
             self.submit(prompt, max_tokens, salt=salt, request_id=request_id)
-        done: dict[str, Answer] = {}
-        for _ in _until(deadline_s, lambda: f"{len(prompts) - len(done)} of {len(prompts)} requests are not answered"):
-            done |= {answer.request_id: answer for answer in self.step()}
-            if done.keys() >= set(request_ids):
-                break
+        done = self._collect(set(request_ids), deadline_s)
         return [done[request_id] for request_id in request_ids]
 
-    def submit(self, prompt: Sequence[int], max_tokens: int, *, salt: str | None = None, request_id: str | None = None) -> str:
+    def _collect(self, wanted: set[str], deadline_s: float) -> dict[str, Answer]:
+        done: dict[str, Answer] = {}
+
+        def missing() -> str:
+            return f"no answer for {', '.join(sorted(wanted - done.keys()))}"
+
+        for _ in _until(deadline_s, missing):
+            for answer in self.step():
+                done[answer.request_id] = answer
+            if done.keys() >= wanted:
+                break
+        return done
+
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int, *, salt: str | None = None, request_id: str | None = None
+    ) -> str:
         """Queue one request; `step` answers it. Returns its id."""
         from vllm import SamplingParams
 
@@ -243,7 +263,7 @@ class Engine:
     # --- state between requests ----------------------------------------------------
 
     def reset_prefix_cache(self, deadline_s: float = 10.0) -> None:
-        """Empty vLLM's prefix cache, so that the next hit is an external one. Steps the engine while blocks are held."""
+        """Empty vLLM's prefix cache, so that the next hit is external. Steps the engine while blocks are held."""
         for _ in _until(deadline_s, lambda: f"reset_prefix_cache is still refused: {self._held_words()}"):
             if self._llm.reset_prefix_cache():
                 return
@@ -267,6 +287,7 @@ class Engine:
             return
         self.llm_engine.engine_core.shutdown()
         self._llm = None
+        Engine._one = None
         self._requests.clear()
         if self.spec.in_process:
             from vllm.distributed import cleanup_dist_env_and_memory
@@ -323,6 +344,13 @@ class Engine:
             )
             for group in self.scheduler.kv_cache_config.kv_cache_groups
         )
+
+    def cached_blocks(self, group: int) -> dict[bytes, int]:
+        """Block id by hash: what vLLM's prefix cache would serve from that KV cache group."""
+        from vllm.v1.core.kv_cache_utils import get_group_id
+
+        hashed = [block for block in self.block_pool.blocks if block.block_hash is not None]
+        return {block.block_hash: block.block_id for block in hashed if get_group_id(block.block_hash) == group}
 
     def layer_caches(self) -> dict[str, tuple[Any, ...]]:
         """The cache tensors of each layer, block first, of the rank that lives in this process."""

@@ -1,15 +1,17 @@
 """Tiny random models that feel their whole prefix: for tests, the demo and `verify`.
 
-A model with ordinary random weights is a bad witness. Its recurrent gates forget within a few tokens and its attention is
-nearly uniform, so a wrong state or a wrong page changes no output; and no draft is ever right, so speculation is all
-rejection. These models are built the other way round: slow gates (`A_log = -7`), sharp attention, no routing that could flip
-on rounding noise, and a leaning towards the word they know.
+A model with ordinary random weights is a bad witness. Its recurrent gates forget within a few tokens and its
+attention is nearly uniform, so a wrong state or a wrong page changes no output; and no draft is ever right, so
+speculation is all rejection. These models are built the other way round: slow gates (`A_log = -7`), sharp attention,
+no routing that could flip on rounding noise, and a leaning towards the word they know.
 
-A *word* is a run of `WORD` consecutive token ids, and every model leans towards the successor of a token inside its word. Not
-strongly: a wrong prefix still changes the first token nearly always. But about half of what is drafted is accepted, by MTP on
-any prompt and by ngram on a prompt made of words.
+A *word* is a run of `WORD` consecutive token ids, and the hybrid and the attention model lean towards the successor
+of a token inside its word. Not strongly: a wrong prefix still changes every log-probability and mostly the first
+token. But about a third of what is drafted is accepted, by MTP on any prompt and by ngram on a prompt made of words
+(`oracle.sessions` makes those).
 
-They are written in bfloat16, need no tokenizer and take part of a second to write. The same kind and seed give the same bytes.
+They are written in bfloat16, need no tokenizer and take part of a second to write. The same kind and seed give the
+same bytes.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ SLOW_GATE = -7.0  # A_log: the state still carries a token hundreds of tokens la
 # window: a window of a few of vLLM's 32-token blocks
 WINDOW_TOKENS = 96
 
-# Queries and keys are normalised, so their logits have a standard deviation of one: attention over a long prefix is then
-# an average in which no single token counts. This factor on both sides makes it pick.
+# Queries and keys are normalised, so their logits have a standard deviation of one: attention over a long prefix is
+# then an average in which no single token counts. This factor on both sides makes it pick.
 SHARPNESS = 1.8
 
 
@@ -177,6 +179,7 @@ def _attention_only(draws: _Draws) -> tuple[dict[str, Any], Weights]:
 
 def _window(draws: _Draws) -> tuple[dict[str, Any], Weights]:
     weights = _embeddings(draws, norm=0.0, scale=LEANING / math.sqrt(HIDDEN))  # the model multiplies by the root itself
+    del weights["lm_head.weight"]  # vLLM ties the two whatever the configuration says
     for index in range(4):
         prefix = f"model.layers.{index}"
         for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
@@ -191,6 +194,7 @@ def _window(draws: _Draws) -> tuple[dict[str, Any], Weights]:
         "sliding_window": WINDOW_TOKENS,
         "query_pre_attn_scalar": HEAD_DIM,
         "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "rope_parameters": {"sliding_attention": rope, "full_attention": rope},

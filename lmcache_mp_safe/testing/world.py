@@ -127,6 +127,7 @@ class World:
         chunk_tokens: int = BLOCK,
         role: Role | None = None,
         wire: FakeWire | None = None,
+        margin_tokens: int = 0,
         **settings: Any,
     ) -> None:
         self.now = 1000.0
@@ -146,6 +147,7 @@ class World:
             role or Role(may_load=True, may_store=True),
             make_wire=self._make_wire,  # type: ignore[arg-type]
             keep_tokens=1,
+            margin_tokens=margin_tokens,
             clock=lambda: self.now,
             random_text=lambda: f"generation-{next(generations)}",
         )

@@ -176,7 +176,7 @@ class Wire:
     @property
     def unsettled(self) -> bool:
         """Whether answers are on their way that polls should take in soon."""
-        return any(session.running for session in self._closing.values())
+        return self._link is not None and any(not call.told for call in self._link.open.values())
 
     def held(self) -> Held:
         sessions = [*self._sessions.values(), *self._closing.values()]
@@ -495,10 +495,10 @@ class Wire:
     def _late(self, link: _Link, call: _Call, now: float) -> None:
         session = self._session_of(call)
         if not call.told:
+            self._tell(call, CallFailed(call.number, call.session, FailureKind.TIMEOUT, f"{call.kind.name} timed out"))
             call.told = link.doubted = True
             if session is not None:
                 session.running.discard(call.number)
-            self._tell(call, CallFailed(call.number, call.session, FailureKind.TIMEOUT, f"{call.kind.name} timed out"))
         elif call.kind is _Kind.LOOKUP and now > call.deadline + _ORPHAN_S:
             self._forget(link, call)
 
@@ -584,8 +584,7 @@ class Wire:
 
     def _tell(self, call: _Call, event: SessionEvent) -> None:
         """Only open sessions have somebody who waits, and nobody is told twice."""
-        told_before = call.told and not isinstance(event, CallFailed)
-        if call.session in self._sessions and call.kind is not _Kind.SETTLE and not told_before:
+        if call.session in self._sessions and call.kind is not _Kind.SETTLE and not call.told:
             self._events.append(event)
 
 

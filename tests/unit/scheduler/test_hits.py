@@ -54,6 +54,12 @@ def test_hit_keeps_at_least_one_token_to_compute() -> None:
         assert world.matched(FakeRequest(name, prompt(length))) == hit
 
 
+def test_hit_ends_a_block_earlier_where_vllm_drops_the_last_one_for_its_drafter() -> None:
+    world = elsewhere(stored(), margin_tokens=BLOCK)
+    for name, length, hit in (("a", LENGTH + 1, LENGTH - BLOCK), ("b", LENGTH, LENGTH - 2 * BLOCK), ("c", BLOCK + 1, 0)):
+        assert world.matched(FakeRequest(name, prompt(length))) == hit
+
+
 def test_hit_ends_where_a_state_is_even_when_pages_reach_further() -> None:
     world = elsewhere(stored(step=2 * BLOCK))  # states at 2 and 4 blocks only
     assert world.matched(FakeRequest("r", prompt(4 * BLOCK))) == 2 * BLOCK
