@@ -148,9 +148,7 @@ def _first_engine(
         turns = recompute(engine, conversations, options.max_tokens, salt=f"reference-{arm}")
         progress.advance(task, len(turns))
         progress.update(task, description=f"{arm:<6} external hits")
-        result.report = check_external(
-            engine, turns, salt=f"{_SALT}-{arm}", progress=lambda *_: progress.advance(task)
-        )
+        result.report = check_external(engine, turns, salt=f"{_SALT}-{arm}", progress=lambda *_: progress.advance(task))
         _note_leaks(engine, "first engine", result)
     return turns
 
@@ -160,9 +158,7 @@ def _second_engine(
 ) -> None:
     progress.update(task, description=f"{arm:<6} second engine")
     with EngineProcess(spec, environment={"PYTHONHASHSEED": None}) as engine:
-        result.second = check_external(
-            engine, turns, salt=f"{_SALT}-{arm}", progress=lambda *_: progress.advance(task)
-        )
+        result.second = check_external(engine, turns, salt=f"{_SALT}-{arm}", progress=lambda *_: progress.advance(task))
         _note_leaks(engine, "second engine", result)
 
 

@@ -176,9 +176,7 @@ class Engine:
 
     def __init__(self, spec: EngineSpec) -> None:
         if Engine._one is not None:
-            raise RuntimeError(
-                f"this process runs an engine already: close it, or use EngineProcess; {Engine._one}"
-            )
+            raise RuntimeError(f"this process runs an engine already: close it, or use EngineProcess; {Engine._one}")
         self.spec = spec
         _prepare_environment(spec)
         if not (Path(spec.model_dir) / "config.json").exists():

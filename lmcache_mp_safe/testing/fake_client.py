@@ -184,17 +184,20 @@ class ServerModel:
         """Carry the call out and answer it."""
         match call.name:
             case "lookup":
-                call.answer(self._lookup(call.arguments[0]))
+                self._lookup(call.arguments[0])
+                call.answer(None)
             case "status":
                 call.answer(None if still_running else self._status(call.arguments[0]))
             case "free":
-                call.answer(self._free(call.arguments[0]))
+                self._free(call.arguments[0])
+                call.answer(None)
             case "retrieve":
                 call.answer(self._retrieve(call.arguments[0], fail_retrieve))
             case "done":
                 call.answer(self._done(call.arguments[0]))
             case "end":
-                call.answer(self._end(call.arguments[0]))
+                self._end(call.arguments[0])
+                call.answer(None)
 
     def check_settled(self) -> None:
         assert +self.locks == Counter(), f"locks left: {+self.locks}"

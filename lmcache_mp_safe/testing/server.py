@@ -185,8 +185,8 @@ class LMCacheServer:
 
 def answers_ping(url: str, timeout_s: float) -> bool:
     """Whether an LMCache server answers there within this time."""
-    from zmq.sugar.context import Context
     from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+    from zmq.sugar.context import Context
 
     context = Context()
     context.linger = 0  # an unanswered ping must not wait in the socket for ever

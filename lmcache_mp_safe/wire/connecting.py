@@ -74,9 +74,7 @@ def _connect(client: Any, target: Target) -> Connection:
         silent,
     )
     if not registered.shm_name or registered.pool_size <= 0:
-        raise ServerError(
-            f"the LMCache server shares no memory; start it with {NEEDED_FLAGS}", scope=Scope.SERVER
-        )
+        raise ServerError(f"the LMCache server shares no memory; start it with {NEEDED_FLAGS}", scope=Scope.SERVER)
     if registered.pool_size < target.object_bytes:
         raise ServerError(
             f"the server's pool of {registered.pool_size} bytes cannot hold one object of {target.object_bytes};"

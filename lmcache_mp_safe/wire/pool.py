@@ -34,9 +34,7 @@ class PoolView:
         try:
             status = os.fstat(self._file)
             if status.st_size < size:
-                raise ServerError(
-                    f"{self.path} has {status.st_size} bytes, the server says {size}", scope=Scope.SERVER
-                )
+                raise ServerError(f"{self.path} has {status.st_size} bytes, the server says {size}", scope=Scope.SERVER)
             self._check_room(size, status)
             self.inode = status.st_ino
             self._map = mmap.mmap(self._file, size, prot=mmap.PROT_READ)

@@ -23,6 +23,7 @@ class Session:
         name: the server's session id, unique in the world and never used for another sequence: the server caches chunk
             hashes by position under it.
         locked: ranges of objects whose read locks this session holds.
+        locked_at: when the lookup that took them was sent.
         reading: key of the open retrieve, whose commit releases its locks.
         reservations: key and lease of each reservation that was answered and not committed.
         running: calls that were not answered and have not timed out.
@@ -36,6 +37,7 @@ class Session:
     salt: str
     digests: list[bytes] = field(default_factory=list)
     locked: list[range] = field(default_factory=list)
+    locked_at: float = 0.0
     reading: Any = None
     reservations: dict[CallId, tuple[Any, float]] = field(default_factory=dict)
     running: set[CallId] = field(default_factory=set)
@@ -54,10 +56,11 @@ class Session:
             self._tokens += synthetic_tokens(self.digests[known:], chunk)
         return self._tokens[: objects * chunk]
 
-    def lock(self, found: int) -> None:
-        """A lookup locked the first `found` objects."""
+    def lock(self, found: int, sent: float) -> None:
+        """A lookup that was sent at this moment locked the first `found` objects."""
         if self.locked:
             raise LocalError(f"session {self.number} holds locks of an earlier lookup")
+        self.locked_at = sent
         if found:
             self.locked = [range(found)]
 

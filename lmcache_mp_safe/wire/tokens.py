@@ -12,7 +12,7 @@ import numpy as np
 from lmcache_mp_safe.errors import Scope, ServerError
 
 DIGEST_BYTES = 32
-MIN_CHUNK = 9  # below, one int would need more than the 31 bits that a signed int of the server holds
+MIN_CHUNK = 8  # the server takes ints of 32 bits
 
 
 def bits_per_int(chunk: int) -> int:

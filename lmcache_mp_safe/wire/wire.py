@@ -12,7 +12,8 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,8 +61,9 @@ class WireConfig:
         object_bytes: size of every object; a multiple of 4096.
         lookup_timeout_s: deadline of a lookup, its status questions included.
         lease_s: age at which a reservation is over.
-        max_unanswered_calls: with more than these the server is given up and a new client made: LMCache's client thread
-            is shared by the whole process and blocks after about a thousand.
+        lock_time_s: age at which the server takes read locks back (its `--l1-read-ttl-seconds`).
+        max_unanswered_calls: no more are queued; when this many have timed out, the server is given up and a new client
+            made. LMCache's client thread is shared by the whole process and blocks after about a thousand.
         first_epoch: number of the first epoch.
     """
 
@@ -72,6 +74,7 @@ class WireConfig:
     lookup_timeout_s: float = 3.0
     heartbeat_s: float = 10.0
     lease_s: float = 60.0
+    lock_time_s: float = 300.0
     connect_timeout_s: float = 10.0
     backoff_max_s: float = 30.0
     max_unanswered_calls: int = 256
@@ -125,6 +128,8 @@ class _Link:
     beat_deadline: float = 0.0
     next_beat: float = 0.0
     doubted: bool = False
+    late: int = 0  # calls in `open` that have timed out
+    uncommitted: set[CallId] = field(default_factory=set)  # reservations that were granted and not committed
     open: dict[CallId, _Call] = field(default_factory=dict)
 
 
@@ -203,8 +208,8 @@ class Wire:
             for call in list(link.open.values()):
                 if self._link is link:
                     self._advance(link, call, now)
-            if self._link is link and len(link.open) > self._config.max_unanswered_calls:
-                self._lose(f"{len(link.open)} calls are unanswered", now)
+            if self._link is link and link.late >= self._config.max_unanswered_calls:
+                self._lose(f"{link.late} calls are unanswered", now)
             if self._link is link and self._closing:
                 self._settle_closing(link, now)
         events, self._events = self._events, []
@@ -225,9 +230,9 @@ class Wire:
 
     def _say_goodbye(self, link: _Link, deadline_s: float) -> None:
         client, last = link.connection.client, None
-        reserved = any(call.kind in (_Kind.RESERVE, _Kind.COMMIT) for call in link.open.values())
+        self._end_lookups(link, deadline_s)
+        reserved = bool(link.uncommitted) or any(call.kind is _Kind.RESERVE for call in link.open.values())
         for session in [*self._sessions.values(), *self._closing.values()]:
-            reserved = reserved or bool(session.reservations)
             if session.reading is not None:
                 client.commit_retrieve(session.reading, link.connection.instance)
             for part in session.locked:
@@ -239,6 +244,20 @@ class Wire:
             last = client.unregister_kv_cache_engine_driven_context(link.connection.instance)
         if last is not None:
             last.wait(min(deadline_s, 1.0))
+
+    def _end_lookups(self, link: _Link, deadline_s: float) -> None:
+        """What a running lookup has locked can be freed only once its status was told."""
+        end = time.monotonic() + deadline_s
+        for call in [call for call in link.open.values() if call.kind is _Kind.LOOKUP]:
+            session, future = self._session_of(call), call.future
+            while session is not None and (left := end - time.monotonic()) > 0:
+                answer = _result(future) if future is not None and future.wait(left) else None
+                if type(answer) is int:
+                    session.locked = [range(min(answer, call.end))] if answer > 0 else []
+                    break
+                if future is not None and not future.query():
+                    break
+                future = link.connection.client.query_prefetch_status(session.name)
 
     def _make(self) -> None:
         self._making = True
@@ -274,9 +293,11 @@ class Wire:
         """The server is gone or not to be trusted: everything that was owned there is gone with it."""
         link, self._link = self._link, None
         assert link is not None
+        self._events = [Lost(link.epoch, why)]
+        for call in link.open.values():
+            self._tell(call, CallFailed(call.number, call.session, FailureKind.LOST, why))
         self._sessions.clear()
         self._closing.clear()
-        self._events = [Lost(link.epoch, why)]
         self._maker.close(link.connection)
         self._down(why, now)
         self._retry_at = now
@@ -349,6 +370,8 @@ class Wire:
         for session in list(self._closing.values()):
             if session.running or session.looking_up is not None:
                 continue  # its answers tell what has to be given back
+            if not self._has_room(link, 2 + len(session.locked)):
+                return
             if session.reading is not None or session.locked:
                 self._give_back(link, session, now)
             elif session.after not in self._closing:
@@ -358,18 +381,15 @@ class Wire:
 
     def _give_back(self, link: _Link, session: Session, now: float) -> None:
         client = link.connection.client
-        if session.reading is not None:
-            key, session.reading = session.reading, None
+        key, locked = session.reading, session.locked
+        session.reading, session.locked = None, []
+        if now - session.locked_at > self._config.lock_time_s:
+            return  # the server took them back, and its counts are anonymous: a release would be another reader's
+        if key is not None:
             self._send(link, _Kind.SETTLE, session, client.commit_retrieve(key, link.connection.instance), now)
-        for part in session.locked:
-            self._send(
-                link,
-                _Kind.SETTLE,
-                session,
-                client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1),
-                now,
-            )
-        session.locked = []
+        for part in locked:
+            freed = client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1)
+            self._send(link, _Kind.SETTLE, session, freed, now)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -402,8 +422,10 @@ class Wire:
     def done_reading(self, session: SessionId, now: float) -> None:
         """End the open retrieve, which releases its locks; nothing without one."""
         found, link = self._usable(session)
-        if found is not None and link is not None and found.reading is not None:
-            key, found.reading = found.reading, None
+        if found is None or link is None or found.reading is None:
+            return  # with no room for the call it is made when the session closes
+        key, found.reading = found.reading, None
+        if now - found.locked_at <= self._config.lock_time_s:
             future = link.connection.client.commit_retrieve(key, link.connection.instance)
             self._send(link, _Kind.SETTLE, found, future, now)
 
@@ -411,8 +433,10 @@ class Wire:
         """Release locks that are still held on [start, end)."""
         found, link = self._usable(session)
         if found is None or link is None or start >= end:
-            return
+            return  # with no room for the call it is made when the session closes
         found.unlock(start, end)
+        if now - found.locked_at > self._config.lock_time_s:
+            return
         future = link.connection.client.free_lookup_locks(self._key(link, found, start, end), 1)
         self._send(link, _Kind.SETTLE, found, future, now)
 
@@ -439,14 +463,19 @@ class Wire:
         if now > lease_until:
             raise LocalError(f"commit of reservation {reserve_call} after its lease")
         future = link.connection.client.commit_store(key, link.connection.instance, b"")
-        return self._send(link, _Kind.COMMIT, found, future, now).number
+        return self._send(link, _Kind.COMMIT, found, future, now, start=reserve_call).number
 
     def _usable(self, session: SessionId) -> tuple[Session | None, _Link | None]:
-        return self._sessions.get(session), self._link
+        link = self._link
+        return self._sessions.get(session), link if link is not None and self._has_room(link, 1) else None
+
+    def _has_room(self, link: _Link, calls: int) -> bool:
+        return len(link.open) + calls <= self._config.max_unanswered_calls
 
     def _fail_at_once(self, session: SessionId) -> CallId:
         call = CallId(next(self._numbers))
-        self._events.append(CallFailed(call, session, FailureKind.LOST, self.why_down or "the session is gone"))
+        why = self.why_down or "the session is gone, or too many calls are unanswered"
+        self._events.append(CallFailed(call, session, FailureKind.LOST, why))
         return call
 
     def _key(self, link: _Link, session: Session, start: int, end: int, *, unique: bool = False) -> Any:
@@ -497,6 +526,7 @@ class Wire:
         if not call.told:
             self._tell(call, CallFailed(call.number, call.session, FailureKind.TIMEOUT, f"{call.kind.name} timed out"))
             call.told = link.doubted = True
+            link.late += 1
             if session is not None:
                 session.running.discard(call.number)
         elif call.kind is _Kind.LOOKUP and now > call.deadline + _ORPHAN_S:
@@ -534,25 +564,41 @@ class Wire:
         """
         session = self._session_of(call)
         size, pool = self._config.object_bytes, link.segment.size
-        if call.kind is _Kind.LOOKUP:
-            found = found_objects(answer, call.end)
-            if session is not None:
-                session.lock(found)
-                if call.told and not session.closing:
-                    self._give_back(link, session, now)
-            self._finish(link, call, LookupAnswered(call.number, call.session, found))
+        if call.kind in (_Kind.RETRIEVE, _Kind.RESERVE) and not link.connection.pool.is_alive:
+            self._lose("its shared memory was replaced: the server restarted", now)
+        elif call.kind is _Kind.LOOKUP:
+            self._take_lookup(link, call, answer, session, now)
         elif call.kind is _Kind.RETRIEVE:
             self._take_retrieve(link, call, answer, session, now)
         elif call.kind is _Kind.RESERVE:
+            link.uncommitted.add(call.number)
             offsets = reserved_offsets(answer.context, call.start, call.end, size, pool)
             lease_until = call.sent + self._config.lease_s
+            if not offsets:
+                link.uncommitted.discard(call.number)
             if session is not None and not call.told and offsets:
                 session.reservations[call.number] = (call.key, lease_until)
             self._finish(link, call, Reserved(call.number, call.session, call.start, offsets, lease_until))
         elif call.kind is _Kind.COMMIT:
+            if answer is True:
+                link.uncommitted.discard(CallId(call.start))
             self._finish(link, call, Committed(call.number, call.session, answer is True))
         else:
             self._forget(link, call)
+
+    def _take_lookup(self, link: _Link, call: _Call, answer: Any, session: Session | None, now: float) -> None:
+        try:
+            found = found_objects(answer, call.end)
+        except ServerError:
+            if session is not None:
+                # The server frees what it noted for the session and no more, so asking for all of it is safe.
+                session.lock(call.end, call.sent)
+            raise
+        if session is not None:
+            session.lock(found, call.sent)
+            if call.told and not session.closing:
+                self._give_back(link, session, now)
+        self._finish(link, call, LookupAnswered(call.number, call.session, found))
 
     def _take_retrieve(self, link: _Link, call: _Call, answer: Any, session: Session | None, now: float) -> None:
         if not answer.success:
@@ -575,7 +621,8 @@ class Wire:
         self._tell(call, event)
 
     def _forget(self, link: _Link, call: _Call) -> None:
-        link.open.pop(call.number, None)
+        if link.open.pop(call.number, None) is not None and call.told:
+            link.late -= 1
         session = self._session_of(call)
         if session is not None:
             session.running.discard(call.number)

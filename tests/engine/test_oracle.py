@@ -10,7 +10,7 @@ from lmcache_mp_safe.testing.engine import Engine, EngineSpec
 from lmcache_mp_safe.testing.models import ModelKind
 from lmcache_mp_safe.testing.oracle import Turn, check_local, compare, recompute, sessions
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.old_vllm]
 
 MAX_TOKENS = 24
 KINDS: dict[ModelKind, int | None] = {"hybrid": None, "attention": 32, "window": 32}

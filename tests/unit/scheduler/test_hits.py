@@ -56,7 +56,11 @@ def test_hit_keeps_at_least_one_token_to_compute() -> None:
 
 def test_hit_ends_a_block_earlier_where_vllm_drops_the_last_one_for_its_drafter() -> None:
     world = elsewhere(stored(), margin_tokens=BLOCK)
-    for name, length, hit in (("a", LENGTH + 1, LENGTH - BLOCK), ("b", LENGTH, LENGTH - 2 * BLOCK), ("c", BLOCK + 1, 0)):
+    for name, length, hit in (
+        ("a", LENGTH + 1, LENGTH - BLOCK),
+        ("b", LENGTH, LENGTH - 2 * BLOCK),
+        ("c", BLOCK + 1, 0),
+    ):
         assert world.matched(FakeRequest(name, prompt(length))) == hit
 
 

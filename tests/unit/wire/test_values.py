@@ -58,7 +58,6 @@ def test_a_chunk_without_room_for_a_digest_is_refused_with_the_flag_to_change(ch
     assert caught.value.scope is Scope.SERVER
 
 
-@pytest.mark.xfail(strict=True, raises=ServerError, reason="8 ints of 32 bits would do; the server takes them")
 def test_eight_ints_are_enough_for_a_digest() -> None:
     assert len(set(map(tuple, (synthetic_tokens([bytes([n]) * 32], 8) for n in range(256))))) == 256
 

@@ -46,9 +46,6 @@ def answer(wire: Wire, client: FakeClient, name: str, value: Any, now: float = 0
     return wire.poll(now)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="calls in time count towards the cap: a burst ends the epoch of a healthy server"
-)
 def test_a_burst_of_lookups_in_one_hook_does_not_end_the_epoch(wire: Wire, maker: FakeMaker) -> None:
     for _ in range(9):
         wire.lookup(wire.open(DIGESTS), 1, 0.0)
@@ -59,14 +56,12 @@ def test_a_burst_of_lookups_in_one_hook_does_not_end_the_epoch(wire: Wire, maker
     assert wire.up
 
 
-@pytest.mark.xfail(strict=True, reason="the cap is looked at in `poll` only")
 def test_one_hook_never_queues_more_than_the_cap(wire: Wire, maker: FakeMaker) -> None:
     for _ in range(2000):  # LMCache's client thread blocks after about a thousand, for every client of the process
         wire.lookup(wire.open(DIGESTS), 1, 0.0)
     assert len(maker.client.calls) <= 2 * SMALL_CAP.max_unanswered_calls
 
 
-@pytest.mark.xfail(strict=True, reason="the locks of a lookup with an impossible answer stay until their TTL")
 def test_a_lookup_with_an_impossible_answer_frees_what_it_asked_for(wire: Wire, maker: FakeMaker) -> None:
     # Safe: the server frees what it noted for the session and no more.
     session = wire.open(DIGESTS)
@@ -77,7 +72,6 @@ def test_a_lookup_with_an_impossible_answer_frees_what_it_asked_for(wire: Wire, 
     assert maker.client.sent("free")
 
 
-@pytest.mark.xfail(strict=True, reason="a reservation is forgotten with its session")
 def test_shutdown_does_not_publish_the_slots_of_a_session_that_was_closed(wire: Wire, maker: FakeMaker) -> None:
     session = wire.open(DIGESTS)
     wire.reserve(session, 0, 1, 0.0)
@@ -87,7 +81,6 @@ def test_shutdown_does_not_publish_the_slots_of_a_session_that_was_closed(wire: 
     assert maker.client.sent("unregister") == []
 
 
-@pytest.mark.xfail(strict=True, reason="a reservation that is answered late is not remembered")
 def test_shutdown_does_not_publish_slots_that_were_granted_late(wire: Wire, maker: FakeMaker) -> None:
     session = wire.open(DIGESTS)
     wire.reserve(session, 0, 1, 0.0)
@@ -98,7 +91,6 @@ def test_shutdown_does_not_publish_slots_that_were_granted_late(wire: Wire, make
     assert maker.client.sent("unregister") == []
 
 
-@pytest.mark.xfail(strict=True, reason="the age of read locks is not looked at")
 def test_locks_older_than_the_servers_ttl_are_not_released(wire: Wire, maker: FakeMaker) -> None:
     # They are gone, and the server's count is anonymous: the release would take another reader's.
     session = wire.open(DIGESTS)
@@ -109,7 +101,6 @@ def test_locks_older_than_the_servers_ttl_are_not_released(wire: Wire, maker: Fa
     assert maker.client.sent("free") == []
 
 
-@pytest.mark.xfail(strict=True, reason="the segment is looked at in heartbeats only")
 def test_no_offset_is_handed_out_after_the_segment_was_replaced(wire: Wire, maker: FakeMaker, segment: Path) -> None:
     session = wire.open(DIGESTS)
     wire.lookup(session, 6, 0.0)
@@ -121,7 +112,6 @@ def test_no_offset_is_handed_out_after_the_segment_was_replaced(wire: Wire, make
     assert not any(isinstance(event, Retrieved) for event in events)
 
 
-@pytest.mark.xfail(strict=True, reason="shutdown does not wait for running lookups, not even within its deadline")
 def test_shutdown_polls_a_running_lookup_to_its_end(wire: Wire, maker: FakeMaker) -> None:
     wire.lookup(wire.open(DIGESTS), 6, 0.0)
     maker.client.waiting("lookup").answer(None)
@@ -129,7 +119,6 @@ def test_shutdown_polls_a_running_lookup_to_its_end(wire: Wire, maker: FakeMaker
     assert maker.client.sent("status")
 
 
-@pytest.mark.xfail(strict=True, reason="calls that the end of an epoch cut short get no CallFailed")
 def test_the_end_of_an_epoch_fails_every_open_call(wire: Wire, maker: FakeMaker, segment: Path) -> None:
     call = wire.lookup(wire.open(DIGESTS), 6, 0.0)
     segment.unlink()

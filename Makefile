@@ -1,0 +1,63 @@
+# Set-up, checks, tests and the demo. Each target does what it needs first; nothing is installed twice.
+#
+# Needs python3.11 with venv, make and gcc. On Debian: apt-get install python3.11 python3.11-venv make gcc
+#
+# The locks in requirements/ name the CPU build of torch, which is not on PyPI. Where pip is not configured to find it, give
+# PyTorch's index of CPU wheels in the environment: PIP_EXTRA_INDEX_URL=... make venv
+# They are whole locks, installed with --no-deps: vLLM's own dependencies would pull torchvision, torchaudio and torchcodec in
+# CUDA builds, which a CPU torch cannot import.
+
+PYTHON ?= python3.11
+PYTEST_ARGS ?=
+VLLM ?= 0.32.0
+OLD_VLLM ?= 0.27.1
+
+NEW := .venv
+OLD := .venv-$(OLD_VLLM)
+PIP_FLAGS := --quiet --no-deps --disable-pip-version-check
+
+.PHONY: venv venv-$(OLD_VLLM) lint test test-fast test-server test-engine test-old demo clean
+.DEFAULT_GOAL := test
+
+venv: $(NEW)/.package
+venv-$(OLD_VLLM): $(OLD)/.package
+
+$(NEW)/.requirements: requirements/vllm-$(VLLM).txt
+$(OLD)/.requirements: requirements/vllm-$(OLD_VLLM).txt
+
+$(NEW)/.requirements $(OLD)/.requirements:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install $(PIP_FLAGS) -r $<
+	touch $@
+
+# setuptools is in the locks, so the build needs no environment of its own.
+%/.package: %/.requirements pyproject.toml setup.py
+	$*/bin/pip install $(PIP_FLAGS) --no-build-isolation --editable .
+	touch $@
+
+lint: venv
+	$(NEW)/bin/ruff check .
+	$(NEW)/bin/ruff format --check .
+	$(NEW)/bin/mypy --strict
+
+test: lint test-fast test-server test-engine test-old
+
+# Levels that need neither a server nor an engine.
+test-fast: venv
+	$(NEW)/bin/python -m pytest -m "not server and not engine and not gpu" $(PYTEST_ARGS)
+
+test-server: venv
+	$(NEW)/bin/python -m pytest -m "server and not engine" $(PYTEST_ARGS)
+
+test-engine: venv
+	$(NEW)/bin/python -m pytest -m "engine and not gpu" $(PYTEST_ARGS)
+
+test-old: venv-$(OLD_VLLM)
+	$(OLD)/bin/python -m pytest -m old_vllm $(PYTEST_ARGS)
+
+demo: venv
+	$(NEW)/bin/lmcache-mp-safe demo
+
+clean:
+	rm -rf $(NEW) $(OLD) build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
