@@ -24,7 +24,7 @@ from rich.table import Table
 from lmcache_mp_safe.testing.engine import Engine, EngineSpec, EngineStuckError, Speculation
 from lmcache_mp_safe.testing.engine_worker import EngineCallError, EngineDiedError, EngineProcess
 from lmcache_mp_safe.testing.models import write_model
-from lmcache_mp_safe.testing.oracle import Report, Turn, check_external, recompute, sessions
+from lmcache_mp_safe.testing.oracle import Report, Session, Turn, check_external, recompute, sessions
 from lmcache_mp_safe.testing.server import LMCacheServer
 
 ARMS: tuple[Speculation, ...] = ("none", "ngram", "mtp")
@@ -144,8 +144,7 @@ def _first_engine(
     with EngineProcess(spec) as engine:
         progress.update(task, description=f"{arm:<6} recomputing")
         # Salts of this arm alone: what one arm stored is no hit of another.
-        conversations = sessions(seed=0, count=options.sessions, turns=options.turns)
-        turns = recompute(engine, conversations, options.max_tokens, salt=f"reference-{arm}")
+        turns = recompute(engine, conversations_of(options), options.max_tokens, salt=f"reference-{arm}")
         progress.advance(task, len(turns))
         progress.update(task, description=f"{arm:<6} external hits")
         result.report = check_external(engine, turns, salt=f"{_SALT}-{arm}", progress=lambda *_: progress.advance(task))
@@ -160,6 +159,11 @@ def _second_engine(
     with EngineProcess(spec, environment={"PYTHONHASHSEED": None}) as engine:
         result.second = check_external(engine, turns, salt=f"{_SALT}-{arm}", progress=lambda *_: progress.advance(task))
         _note_leaks(engine, "second engine", result)
+
+
+def conversations_of(options: DemoOptions) -> tuple[Session, ...]:
+    """Conversations whose system prompt is longer than two blocks: with MTP a hit ends a block earlier."""
+    return sessions(seed=0, count=options.sessions, turns=options.turns, system_tokens=1400)
 
 
 def _note_leaks(engine: EngineProcess, name: str, result: ArmResult) -> None:
@@ -188,8 +192,7 @@ def _run_stock(arm: Speculation, model: Path, options: DemoOptions, console: Con
     with LMCacheServer(l1_size_gb=1, flags=flags) as server:
         try:
             with EngineProcess(_spec(arm, model, server, "stock")) as engine:
-                conversations = sessions(seed=0, count=options.sessions, turns=options.turns)
-                turns = recompute(engine, conversations, options.max_tokens, salt="reference")
+                turns = recompute(engine, conversations_of(options), options.max_tokens, salt="reference")
                 result.report = check_external(engine, turns, salt=_SALT)
         except (EngineDiedError, EngineCallError, EngineStuckError, ValueError) as error:
             result.failure = str(error)

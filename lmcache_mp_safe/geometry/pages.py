@@ -1,7 +1,7 @@
 """Where the pages of a block lie in the memory of one rank's KV cache.
 
-vLLM hands over one tensor a layer, or a list of state tensors for a recurrent one, as views into a few flat buffers. The
-shapes differ between versions and backends; the strides tell where a block's bytes are:
+vLLM hands over one tensor a layer, or a list of state tensors for a recurrent one, as views into a few flat buffers.
+The shapes differ between versions and backends; the strides tell where a block's bytes are:
 
 * a *blocks* dimension of `num_blocks`, or of `num_blocks * k` where a kernel block is a k-th of a block,
 * dimensions with larger strides, which cut a page into *segments* (K and V, or heads, kept apart),
@@ -50,7 +50,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's pages. `described` is what decides their meaning besides the position of blocks."""
+    """One layer's pages.
+
+    Attributes:
+        described: what decides the meaning of a page's bytes: element types, shapes, and where in the page they lie.
+            The number of blocks, and any stride or offset that depends on it, is not in it.
+    """
 
     name: str
     segments: tuple[Segment, ...]
@@ -78,7 +83,7 @@ class PageLayout:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes over names, segments and element types; the number of blocks and addresses do not count, so that
+        """16 bytes over names, segments and what they mean; the number of blocks and addresses do not count, so that
         engines with pools of different size share objects."""
         state = hashlib.blake2b(digest_size=16)
         for number, layers in enumerate(self.groups):
@@ -99,20 +104,20 @@ def layer_pages(name: str, views: Sequence[TensorView], num_blocks: int, page_by
         page_bytes: bytes of one block of this layer, padding included, as vLLM's spec says.
 
     Raises:
-        ConfigError: no dimension of the tensor fits `num_blocks` pages of `page_bytes`.
+        ConfigError: no dimension of the tensor fits `num_blocks` pages of `page_bytes`, or the pool is so small that
+            blocks cannot be told from keys and values.
     """
-    described = "; ".join(_described(view, num_blocks) for view in views)
-    if len(views) > 1:
-        return Layer(name, (_state_page(name, views, num_blocks, page_bytes),), described)
-    (view,) = views
-    for dimension, size in enumerate(view.shape):
-        segments = _split_at(view, dimension, size, num_blocks, page_bytes)
-        if segments:
-            return Layer(name, segments, described)
-    raise ConfigError(_unknown(name, views, num_blocks, page_bytes))
+    dimension, segments = (_states_of if len(views) > 1 else _blocks_of)(name, views, num_blocks, page_bytes)
+    start = min(view.offset for view in views)
+    described = "; ".join(f"+{view.offset - start} {_described(view, dimension, num_blocks)}" for view in views)
+    return Layer(name, segments, described)
 
 
-def _state_page(name: str, views: Sequence[TensorView], num_blocks: int, page_bytes: int) -> Segment:
+_Fit = tuple[int, tuple[Segment, ...]]  # the blocks dimension, and the segments of a page
+
+
+def _states_of(name: str, views: Sequence[TensorView], num_blocks: int, page_bytes: int) -> _Fit:
+    """Several states share one page; blocks are their first dimension."""
     strides = {view.strides[0] for view in views}
     first = min(views, key=lambda view: view.offset)
     ends = [view.offset - first.offset + _extent(view, range(1, len(view.shape))) for view in views]
@@ -121,20 +126,39 @@ def _state_page(name: str, views: Sequence[TensorView], num_blocks: int, page_by
         raise ConfigError(_unknown(name, views, num_blocks, page_bytes))
     if any(view.shape[0] != num_blocks for view in views):
         raise ConfigError(_unknown(name, views, num_blocks, page_bytes))
-    return Segment(first.buffer, first.offset, first.strides[0], page_bytes)
+    return 0, (Segment(first.buffer, first.offset, first.strides[0], page_bytes),)
 
 
-def _split_at(
-    view: TensorView, dimension: int, size: int, num_blocks: int, page_bytes: int
-) -> tuple[Segment, ...] | None:
+def _blocks_of(name: str, views: Sequence[TensorView], num_blocks: int, page_bytes: int) -> _Fit:
+    """One tensor is the page, or its segments; blocks are the first dimension that fits.
+
+    vLLM's blocks are dimension 0, or 1 behind keys and values. So dimension 0 is mistaken for them only where there are
+    no more blocks than 2; that is refused, not guessed.
+    """
+    (view,) = views
+    fits = {
+        dimension: segments
+        for dimension in range(len(view.shape))
+        if (segments := _split_at(view, dimension, num_blocks, page_bytes))
+    }
+    if not fits:
+        raise ConfigError(_unknown(name, [view], num_blocks, page_bytes))
+    if num_blocks <= 2 and len(set(fits.values())) > 1:
+        raise ConfigError(
+            f"the KV cache has only {num_blocks} blocks: the layout of layer {name} (shape {view.shape}, strides"
+            f" {view.strides} bytes) could be read in more than one way; give vLLM more memory for its KV cache"
+        )
+    return next(iter(fits.items()))
+
+
+def _split_at(view: TensorView, dimension: int, num_blocks: int, page_bytes: int) -> tuple[Segment, ...] | None:
     """The segments of a page if this is the blocks dimension, else None."""
+    size = view.shape[dimension]
     if size < num_blocks or size % num_blocks:
         return None
     kernel_blocks = size // num_blocks
     stride = view.strides[dimension] * kernel_blocks
-    others = [d for d in range(len(view.shape)) if d != dimension and view.shape[d] > 1]
-    outer = [d for d in others if view.strides[d] > view.strides[dimension]]
-    inner = [d for d in others if d not in outer]
+    outer, inner = _around(view, dimension)
     count = prod(view.shape[d] for d in outer)
     length, rest = divmod(page_bytes, count)
     content = _extent(view, inner) + (kernel_blocks - 1) * view.strides[dimension]
@@ -147,18 +171,28 @@ def _split_at(
     return tuple(Segment(view.buffer, view.offset + offset, stride, length) for offset in offsets)
 
 
+def _around(view: TensorView, dimension: int) -> tuple[list[int], list[int]]:
+    """Dimensions that cut a page into segments, and those inside of a segment, if `dimension` is that of the blocks."""
+    others = [d for d in range(len(view.shape)) if d != dimension and view.shape[d] > 1]
+    outer = [d for d in others if view.strides[d] > view.strides[dimension]]
+    return outer, [d for d in others if d not in outer]
+
+
 def _extent(view: TensorView, dimensions: Sequence[int]) -> int:
     """Bytes from the first to the end of the last element along these dimensions."""
     return sum((view.shape[d] - 1) * view.strides[d] for d in dimensions) + view.itemsize
 
 
-def _described(view: TensorView, num_blocks: int) -> str:
-    """Shape and order of dimensions, with the number of blocks left out."""
-    shape = [
-        f"{size // num_blocks}*B" if size >= num_blocks and size % num_blocks == 0 else size for size in view.shape
-    ]
-    order = sorted(range(len(view.shape)), key=lambda d: -view.strides[d])
-    return f"{view.dtype} {shape} order {order}"
+def _described(view: TensorView, dimension: int, num_blocks: int) -> str:
+    """What lies where in a page: each dimension's size, and its stride where that lies inside of a segment.
+
+    Strides of segments are left out, since they grow with the number of blocks, and so are those of single elements,
+    which mean nothing.
+    """
+    _, inner = _around(view, dimension)
+    parts = [str(size) + (f"@{view.strides[d]}" if d in inner else "") for d, size in enumerate(view.shape)]
+    parts[dimension] = f"{view.shape[dimension] // num_blocks}*blocks"
+    return f"{view.dtype} [{', '.join(parts)}]"
 
 
 def _unknown(name: str, views: Sequence[TensorView], num_blocks: int, page_bytes: int) -> str:

@@ -1,5 +1,5 @@
-"""The seal: the last 128 bytes of each rank's slice of a piece. It says which object the slice holds, and that its writer
-had finished.
+"""The seal: the last 128 bytes of each rank's slice of a piece. It says which object the slice holds, and that its
+writer had finished.
 
 The server publishes objects whose writer died, and hands a buffer whose write lock ran out to the next writer. So its
 locks and answers are hints; what makes a load right is the seal, and the checksum in it over the bytes that arrived.

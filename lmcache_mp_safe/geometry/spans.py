@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lmcache_mp_safe.contract import SKIP
+from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.geometry.pages import PageLayout
 
 
@@ -31,7 +32,12 @@ def spans(blocks: Sequence[Sequence[int]], layout: PageLayout, capacity: int) ->
     Args:
         blocks: block ids per group; SKIP for a page that is not wanted.
         capacity: payload bytes in one piece.
+
+    Raises:
+        LocalError: a piece has no room for payload.
     """
+    if capacity <= 0:
+        raise LocalError(f"a slice with room for {capacity} payload bytes can hold no payload")
     found: list[Span] = []
     for span in _cut(_pages(blocks, layout), capacity):
         if found and _continues(found[-1], span):

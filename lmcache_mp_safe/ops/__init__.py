@@ -26,7 +26,7 @@ def choose_backend(buffers: Sequence[Any], wanted: str) -> Backend:
         raise ConfigError(f"lmcache.mp.safe.backend {wanted!r} does not exist; use 'auto' or 'reference'")
     if devices != ["cpu"]:
         raise ConfigError(
-            f"the KV cache is on {', '.join(devices)}: only KV caches in CPU memory are supported in this version;"
-            " remove --kv-transfer-config"
+            f"the KV cache is on {', '.join(devices) or 'no device'}, which is not supported yet: only KV caches in CPU"
+            " memory are; remove --kv-transfer-config"
         )
     return ReferenceBackend([buffer.numpy() for buffer in buffers], why="the KV cache is in CPU memory")

@@ -29,7 +29,7 @@ class InlineCompletion:
 
 
 class ReferenceBackend:
-    """Backend over flat uint8 arrays."""
+    """Backend over flat uint8 arrays. Every span is checked before the first byte is written."""
 
     name = "reference"
 
@@ -42,38 +42,51 @@ class ReferenceBackend:
 
     def copy_out(self, spans: Sequence[Span], slots: Sequence[Bytes | None], after: Fence) -> Completion:
         _require(after)
+        runs = [(self._pages(span), _payload(slots[span.piece], span), span.piece) for span in spans]
         states = [xxhash.xxh3_64() for _ in slots]
-        for span in spans:
-            slot = slots[span.piece]
-            if slot is None:
-                continue
-            target = slot[span.piece_offset : span.piece_offset + span.length]
-            target[:] = self._pages(span)
-            states[span.piece].update(target)
+        for pages, payload, piece in runs:
+            if payload is not None:
+                payload[:] = pages
+                states[piece].update(pages.data)
         return InlineCompletion(tuple(state.intdigest() for state in states))
 
     def copy_in(self, spans: Sequence[Span], slots: Sequence[Bytes], after: Fence) -> Completion:
         _require(after)
+        runs = [
+            (None if span.page_offset == SKIP else self._pages(span), _payload(slots[span.piece], span), span.piece)
+            for span in spans
+        ]
         states = [xxhash.xxh3_64() for _ in slots]
-        for span in spans:
-            source = slots[span.piece][span.piece_offset : span.piece_offset + span.length]
-            if span.page_offset == SKIP:
-                states[span.piece].update(source)
+        for pages, payload, piece in runs:
+            assert payload is not None
+            if pages is None:
+                states[piece].update(payload.data)
                 continue
-            pages = self._pages(span)
-            pages[:] = source
-            states[span.piece].update(pages)  # what arrived, not what was sent
+            pages[:] = payload
+            states[piece].update(pages.data)  # what arrived, not what was sent
         return InlineCompletion(tuple(state.intdigest() for state in states))
 
     def hold_compute(self, until: Completion) -> None:
         if not until.done():
             raise LocalError("an inline copy is done when it returns")
 
+    def drain(self) -> None:
+        """Inline copies are over already."""
+
     def _pages(self, span: Span) -> Bytes:
         pages = self._buffers[span.buffer][span.page_offset : span.page_offset + span.length]
         if span.page_offset < 0 or len(pages) != span.length:
             raise LocalError(f"span {span} lies outside of its buffer")
         return pages
+
+
+def _payload(slot: Bytes | None, span: Span) -> Bytes | None:
+    if slot is None:
+        return None
+    payload = slot[span.piece_offset : span.piece_offset + span.length]
+    if len(payload) != span.length:
+        raise LocalError(f"span {span} lies outside of its slot")
+    return payload
 
 
 def _require(fence: Fence) -> None:

@@ -446,7 +446,7 @@ class SchedulerHalf:
             return
         for attachment in list(self._retired):
             attachment.wire.poll(now)
-            if not attachment.stores.busy and not attachment.hits.running_loads:
+            if not (attachment.stores.busy or attachment.hits.running_loads or attachment.wire.unsettled):
                 attachment.wire.shutdown(0.0)
                 self._retired.remove(attachment)
         live = self._live
@@ -473,6 +473,8 @@ class SchedulerHalf:
         attachment.hits.epoch_ended(now)
         attachment.stores.epoch_ended(now)
         for tracked in self._book.values():
+            if tracked.progress.session is not None:
+                attachment.wire.close(tracked.progress.session, now)
             tracked.progress.forget()
 
     def _job_ended(self, job_id: JobId, answers: _JobAnswers, now: float) -> set[RequestId]:

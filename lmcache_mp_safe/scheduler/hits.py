@@ -168,10 +168,11 @@ class Hits:
                 self._call_failed(session, now)
 
     def epoch_ended(self, now: float) -> None:
-        """Every session is gone with the server. Workers still answer for running loads."""
+        """The server is gone, or left for another namespace. Workers still answer for running loads."""
+        for hit in self._book.values():
+            self._release(hit, now)  # nothing happens for sessions of a server that is gone
         self._owners.clear()
         for hit in self._book.values():
-            hit.holding = None
             self._apply(hit, phases.EpochEnded(), now)
 
     def _looked_up(self, session: SessionId, found: int, now: float) -> None:

@@ -646,10 +646,12 @@ class Stores:
         self._wire.close(session, now)
 
     def epoch_ended(self, now: float) -> None:
-        """The server is gone. Nothing more is sent; pins of running jobs wait for the workers' reports."""
+        """The server is gone, or left for another namespace. Pins of running jobs wait for the workers' reports."""
         for run in list(self._all_runs()):
             if not run.jobs:
                 self._unpin(run.items)
+        for session in (*self._runs, *self._questions):
+            self._wire.close(session, now)  # nothing happens on a server that is gone
         self._questions.clear()
         self._runs.clear()
         self._known.clear()

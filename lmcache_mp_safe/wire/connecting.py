@@ -5,14 +5,17 @@ register -> map the pool -> have the server write a nonce into it and read that 
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import zmq
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 from lmcache_mp_safe.errors import SafeError, Scope, ServerError
@@ -47,7 +50,31 @@ class Connection:
     server_chunk: int
 
 
-def connect(target: Target, create: Callable[[str], Any] = RequestClientFactory.create) -> Connection:
+class OwnClient:
+    """LMCache's client with a ZMQ context of its own.
+
+    What is still queued for a dead server must not reach the next one at that address, which would keep its lookups as
+    jobs for ever: with a linger of zero it goes with the client.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._context = zmq.Context()
+        self._context.linger = 0
+        try:
+            self._client = RequestClientFactory.create(url, context=self._context)
+        except BaseException:
+            self._context.term()
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def close(self) -> None:
+        self._client.close()
+        self._context.term()
+
+
+def connect(target: Target, create: Callable[[str], Any] = OwnClient) -> Connection:
     """Go all the way.
 
     Raises:
@@ -118,7 +145,11 @@ def _prove(client: Any, target: Target, pool: PoolView, server_chunk: int) -> No
         raise ServerError("the LMCache server could not store a probe; is its pool full?", scope=Scope.SERVER)
     ask(client.lookup(key, 1))
     if found_objects(ask(client.wait_prefetch_status(session, target.step_s / 2)), 1) != 1:
-        raise ServerError("the LMCache server does not find what it just stored", scope=Scope.SERVER)
+        # It says that it stored also when it had no room.
+        raise ServerError(
+            "the LMCache server does not find what it just stored: its pool is full, or all of it is locked",
+            scope=Scope.SERVER,
+        )
     answer = ask(client.prepare_retrieve(key, instance))
     (offset,) = retrieved_offsets(answer.context if answer.success else {}, 1, _PROBE_BYTES, pool.size)
     same = pool.read(offset, _PROBE_BYTES) == nonce
@@ -148,21 +179,21 @@ def _answer(future: Any, timeout_s: float, silence: str) -> Any:
 
 
 class Maker:
-    """Makes and closes clients on a thread of its own: both may block, a hook must not.
+    """Makes and closes clients on threads of their own: both may block, a hook must not.
 
     LMCache's client thread is shared by every client of the process and blocks when too much is queued to a stopped
-    server, so even `close` may hang; the thread is a daemon and nobody waits for it without a deadline.
+    server, so even a close may hang: each has a thread, they are daemons, and nobody waits for one without a deadline.
     """
 
-    def __init__(self, create: Callable[[str], Any] = RequestClientFactory.create) -> None:
+    def __init__(self, create: Callable[[str], Any] = OwnClient) -> None:
         self._create = create
-        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._results: queue.Queue[Connection | ServerError] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._stopped = threading.Event()
 
     def make(self, target: Target) -> None:
         """Start connecting; `result` has the outcome some time later."""
-        self._submit(lambda: self._make(target))
+        self._run(lambda: self._make(target))
 
     def close(self, connection: Connection) -> None:
         """Close a client and unmap its pool."""
@@ -171,7 +202,7 @@ class Maker:
             connection.client.close()
             connection.pool.close()
 
-        self._submit(closing)
+        self._run(closing)
 
     def result(self) -> Connection | ServerError | None:
         """The outcome of a `make`, once."""
@@ -181,26 +212,33 @@ class Maker:
             return None
 
     def stop(self, deadline_s: float) -> None:
-        """Finish what was submitted, at most this long."""
-        if self._thread is not None:
-            self._work.put(None)
-            self._thread.join(deadline_s)
-            self._thread = None
+        """Take no more results, and wait at most this long for what is under way. A late connection closes itself."""
+        self._stopped.set()
+        end = time.monotonic() + deadline_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                late = self._results.get_nowait()
+                if isinstance(late, Connection):
+                    self.close(late)
 
-    def _submit(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="lmcache-mp-safe-connect", daemon=True)
-            self._thread.start()
-        self._work.put(work)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
+    def _run(self, work: Callable[[], None]) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=work, name="lmcache-mp-safe-connect", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _make(self, target: Target) -> None:
         try:
-            self._results.put(connect(target, self._create))
+            made = connect(target, self._create)
         except SafeError as error:
             self._results.put(ServerError(str(error), scope=Scope.SERVER))
         except Exception as error:
             self._results.put(ServerError(f"cannot connect to {target.url}: {error}", scope=Scope.SERVER))
+        else:
+            if self._stopped.is_set():
+                made.client.close()
+                made.pool.close()
+            else:
+                self._results.put(made)

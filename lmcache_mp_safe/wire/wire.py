@@ -61,7 +61,8 @@ class WireConfig:
         object_bytes: size of every object; a multiple of 4096.
         lookup_timeout_s: deadline of a lookup, its status questions included.
         lease_s: age at which a reservation is over.
-        lock_time_s: age at which the server takes read locks back (its `--l1-read-ttl-seconds`).
+        lock_time_s: age from which read locks are left to the server, which takes them back at 300 s (its
+            `--l1-read-ttl-seconds`).
         max_unanswered_calls: no more are queued; when this many have timed out, the server is given up and a new client
             made. LMCache's client thread is shared by the whole process and blocks after about a thousand.
         first_epoch: number of the first epoch.
@@ -74,7 +75,7 @@ class WireConfig:
     lookup_timeout_s: float = 3.0
     heartbeat_s: float = 10.0
     lease_s: float = 60.0
-    lock_time_s: float = 300.0
+    lock_time_s: float = 240.0
     connect_timeout_s: float = 10.0
     backoff_max_s: float = 30.0
     max_unanswered_calls: int = 256
@@ -394,10 +395,16 @@ class Wire:
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def lookup(self, session: SessionId, objects: int, now: float) -> CallId:
-        """How many of the first `objects` exist; locks them. Answer: `LookupAnswered`."""
+        """How many of the first `objects` exist; locks them. Answer: `LookupAnswered`.
+
+        Raises:
+            LocalError: the session still holds locks of an earlier lookup.
+        """
         found, link = self._usable(session)
         if found is None or link is None:
             return self._fail_at_once(session)
+        if found.locked or found.looking_up is not None:
+            raise LocalError(f"session {session} holds, or may hold, locks of an earlier lookup")
         key = self._key(link, found, 0, objects)
         call = self._send(
             link, _Kind.LOOKUP, found, link.connection.client.lookup(key, 1), now, end=objects,

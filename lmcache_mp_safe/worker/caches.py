@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,25 +22,51 @@ def page_layout(
         kv_caches: layer name -> tensor, or list of state tensors, as vLLM registers them with a connector.
 
     Raises:
-        ConfigError: a layer's tensors have a layout that is not known.
+        ConfigError: a layer's tensors have a layout that is not known, or a layer would be left out: its pages would
+            be garbage after a hit.
     """
+    _require_every_layer(kv_cache_config, kv_caches)
+    num_blocks = int(kv_cache_config.num_blocks)
     buffers: list[torch.Tensor] = []
     groups: list[tuple[Layer, ...]] = []
     for group, kind in zip(kv_cache_config.kv_cache_groups, geometry.groups, strict=True):
-        names = [] if kind.kind is GroupKind.IGNORED else [name for name in group.layer_names if name in kv_caches]
-        layers = [
-            layer_pages(
-                name,
-                [_view(tensor, buffers) for tensor in _tensors(kv_caches[name])],
-                int(kv_cache_config.num_blocks),
-                _page_bytes(group.kv_cache_spec, name),
-            )
-            for name in names
-        ]
+        names = [] if kind.kind is GroupKind.IGNORED else group.layer_names
+        layers = [_layer(name, kv_caches[name], group.kv_cache_spec, num_blocks, buffers) for name in names]
         groups.append(_without_shared(layers))
     if not buffers:
         raise ConfigError("vLLM registered no KV cache for any layer of this rank")
-    return PageLayout(tuple(groups), int(kv_cache_config.num_blocks)), buffers
+    return PageLayout(tuple(groups), num_blocks), buffers
+
+
+def _require_every_layer(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> None:
+    """Each layer of a group has a cache, and each cache belongs to a group or is that of a layer that does."""
+    grouped = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    missing = [name for name in grouped if name not in kv_caches]
+    if missing:
+        raise ConfigError(f"vLLM registered no KV cache for {', '.join(missing)}")
+    known = {_place(kv_caches[name]) for name in grouped}
+    strangers = [name for name, cache in kv_caches.items() if name not in grouped and _place(cache) not in known]
+    if strangers:
+        raise ConfigError(f"the KV caches of {', '.join(strangers)} belong to no KV cache group of vLLM")
+
+
+def _place(cache: Any) -> tuple[Any, ...]:
+    """Equal for layers that share one cache."""
+    return tuple((tensor.data_ptr(), tuple(tensor.shape), tensor.stride()) for tensor in _tensors(cache))
+
+
+def _layer(name: str, cache: Any, spec: Any, num_blocks: int, buffers: list[torch.Tensor]) -> Layer:
+    views = [_view(tensor, buffers) for tensor in _tensors(cache)]
+    layer = layer_pages(name, views, num_blocks, _page_bytes(spec, name))
+    for segment in layer.segments:
+        end = segment.offset + (num_blocks - 1) * segment.stride + segment.length
+        if end > buffers[segment.buffer].numel():
+            raise ConfigError(
+                f"the pages of layer {name} would end at byte {end} of a KV cache of"
+                f" {buffers[segment.buffer].numel()} bytes: its layout is not known (shapes"
+                f" {[view.shape for view in views]}, strides {[view.strides for view in views]} bytes)"
+            )
+    return layer
 
 
 def _tensors(cache: Any) -> list[torch.Tensor]:
@@ -56,16 +82,9 @@ def _page_bytes(spec: Any, layer: str) -> int:
 
 def _view(tensor: torch.Tensor, buffers: list[torch.Tensor]) -> TensorView:
     """Describe the tensor; its storage becomes a buffer unless it is one already."""
-    storage = tensor.untyped_storage()
-    for number, known in enumerate(buffers):
-        if known.untyped_storage().data_ptr() == storage.data_ptr():
-            break
-    else:
-        number = len(buffers)
-        buffers.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
     size = tensor.element_size()
     return TensorView(
-        buffer=number,
+        buffer=_buffer_of(tensor, buffers),
         offset=tensor.storage_offset() * size,
         shape=tuple(tensor.shape),
         strides=tuple(stride * size for stride in tensor.stride()),
@@ -74,7 +93,16 @@ def _view(tensor: torch.Tensor, buffers: list[torch.Tensor]) -> TensorView:
     )
 
 
-def _without_shared(layers: list[Layer]) -> tuple[Layer, ...]:
+def _buffer_of(tensor: torch.Tensor, buffers: list[torch.Tensor]) -> int:
+    storage = tensor.untyped_storage()
+    for number, known in enumerate(buffers):
+        if known.untyped_storage().data_ptr() == storage.data_ptr():
+            return number
+    buffers.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+    return len(buffers) - 1
+
+
+def _without_shared(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """Layers that read another layer's cache have no pages of their own."""
     seen: set[Any] = set()
     own: list[Layer] = []

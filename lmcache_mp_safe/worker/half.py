@@ -1,16 +1,21 @@
-"""The worker half: takes plans, copies between pages and slots, seals and checks, and reports every job exactly once.
+"""The worker half: takes plans, copies between pages and slots, seals, checks, and reports every job exactly once.
 
-Stores: clear the seals, copy, wait for the copy, seal, report. Only after every rank's report does the scheduler commit,
-so an object that anybody can find either carries its seal or is not believed.
+Stores: clear the seals, copy, wait for the copy, seal, report. Only after every rank's report does the scheduler
+commit, so an object that anybody can find either carries its seal or is not believed.
 Loads: check the seals again, copy, compare the checksum of what arrived with the one in the seal, report.
+
+Whatever goes wrong is the end of a job and never of the engine. A job is reported only once nothing of it is under way:
+its report gives blocks and slots back.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from lmcache_mp_safe.contract import (
     SKIP,
@@ -29,11 +34,12 @@ from lmcache_mp_safe.geometry.pages import PageLayout
 from lmcache_mp_safe.geometry.payload import SEAL_BYTES, Slice, piece_bytes
 from lmcache_mp_safe.geometry.seal import CLEARED, Seal, check_seal
 from lmcache_mp_safe.geometry.spans import Span, spans
-from lmcache_mp_safe.ids import NULL_BLOCK, JobId, RequestId, ServerEpoch
-from lmcache_mp_safe.ops.contract import Backend, Bytes, Completion, Fence
+from lmcache_mp_safe.ids import NULL_BLOCK, RequestId, ServerEpoch
+from lmcache_mp_safe.ops.contract import Backend, Bytes, Fence
+from lmcache_mp_safe.worker.jobs import Copy, Running
 from lmcache_mp_safe.worker.pool import MappedPool
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
 
 
 @dataclass(frozen=True)
@@ -42,29 +48,6 @@ class Finished:
 
     received: frozenset[RequestId]
     failed: frozenset[RequestId]
-
-
-@dataclass
-class _Copy:
-    """One object's copy under way: its slices by piece, and the seals found in them when it is a load."""
-
-    object: ObjectCopy
-    slices: list[Bytes | None]
-    completion: Completion
-    seals: list[Seal] = field(default_factory=list)
-
-
-@dataclass
-class _Running:
-    """One job under way."""
-
-    job: StoreJob | LoadJob
-    pool: MappedPool
-    copies: list[_Copy]
-
-    @property
-    def done(self) -> bool:
-        return all(copy.completion.done() for copy in self.copies)
 
 
 class WorkerHalf:
@@ -94,7 +77,7 @@ class WorkerHalf:
         self._pool: MappedPool | None = None
         self._old_pools: list[MappedPool] = []
         self._refused_epoch: ServerEpoch | None = None
-        self._running: dict[JobId, _Running] = {}
+        self._running: list[Running] = []
         self._reports: list[JobReport] = []
         self._unusable: list[tuple[int, ServerEpoch, str]] = []
         self._received: set[RequestId] = set()
@@ -104,17 +87,31 @@ class WorkerHalf:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Start the plan's copies behind everything that earlier steps have queued. Never raises."""
-        fence = self._backend.record_fence()
+        fence = self._record_fence()
         self._use(plan.segment)
-        for job_id in plan.wait_for:
-            running = self._running.get(job_id)
-            for copy in running.copies if running is not None else ():
-                self._backend.hold_compute(copy.completion)
         for store in plan.stores:
             self._start(store, fence)
         for load in plan.loads:
             self._start(load, fence)
+        for running in self._running:
+            if running.job.job_id in plan.wait_for:
+                self._hold_compute(running)
         self._advance()
+
+    def _record_fence(self) -> Fence | None:
+        """None: no order can be made in this step, so nothing may be copied."""
+        try:
+            return self._backend.record_fence()
+        except Exception:
+            logger.exception("no fence could be recorded; this step's stores and loads fail")
+            return None
+
+    def _hold_compute(self, running: Running) -> None:
+        try:
+            for copy in running.copies:
+                self._backend.hold_compute(copy.completion)
+        except Exception as error:  # the forward may write into what is being copied: it must not be sealed
+            self._fail(running, error)
 
     def poll(self) -> Finished:
         """Loads that ended; each is told exactly once."""
@@ -134,10 +131,16 @@ class WorkerHalf:
 
     @property
     def idle(self) -> bool:
-        return not self._running and not self._reports and not self._received
+        """Nothing is under way and nothing is left to be told."""
+        return not (self._running or self._reports or self._unusable or self._received)
 
     def shutdown(self) -> None:
-        """Unmap everything. Copies still under way are left to the end of the process."""
+        """Wait for the copies under way, then unmap everything. They are not reported any more."""
+        try:
+            self._backend.drain()
+        except Exception:
+            logger.exception("copies may still be under way: the server's pool stays mapped until the process ends")
+            return
         self._running.clear()
         for pool in [*self._old_pools, *([self._pool] if self._pool else [])]:
             pool.close()
@@ -156,63 +159,70 @@ class WorkerHalf:
             self._pool = None
         try:
             self._pool = self._open_pool(segment)
-        except (SafeError, OSError, ValueError) as error:
+        except Exception as error:  # told to the scheduler, which says what it means
             self._refused_epoch = segment.epoch
             self._unusable.append((self._rank, segment.epoch, str(error)))
 
     def _drop_old_pools(self) -> None:
-        for pool in [p for p in self._old_pools if all(run.pool is not p for run in self._running.values())]:
+        for pool in [p for p in self._old_pools if all(run.pool is not p for run in self._running)]:
             self._old_pools.remove(pool)
             pool.close()
 
     # --- jobs -------------------------------------------------------------------------------------------------------
 
-    def _start(self, job: StoreJob | LoadJob, fence: Fence) -> None:
+    def _start(self, job: StoreJob | LoadJob, fence: Fence | None) -> None:
         pool = self._pool
         if pool is None or job.epoch != pool.segment.epoch:
             self._end(job, JobOutcome.STALE_EPOCH, "the job's pool is not the one in use")
             return
+        running = Running(job, pool)
+        self._running.append(running)
         try:
-            if isinstance(job, StoreJob):
-                copies = [self._copy_out(job.object, pool, fence)]
-            else:
-                copies = self._copy_all_in(job, pool, fence)
+            self._submit(running, fence)
         except _BadSealError as error:
+            self._running.remove(running)
             self._end(job, JobOutcome.BAD_SEAL, str(error), error.objects)
-        except Exception as error:  # whatever it is, it is this job's end and not the engine's
-            logger.warning("job %d could not be copied: %s", job.job_id, error)
-            self._end(job, JobOutcome.COPY_FAILED, str(error))
+        except Exception as error:  # it ends with the copies that were queued before
+            self._fail(running, error)
+
+    def _submit(self, running: Running, fence: Fence | None) -> None:
+        """Queue the job's copies; each is in `running` as soon as it is queued."""
+        if fence is None:
+            raise LocalError("no fence could be recorded on the compute stream")
+        if isinstance(running.job, StoreJob):
+            self._copy_out(running, running.job.object, fence)
         else:
-            self._running[job.job_id] = _Running(job, pool, copies)
+            self._copy_all_in(running, running.job, fence)
+
+    def _fail(self, running: Running, error: Exception) -> None:
+        if running.failure is None:
+            running.failure = str(error) or type(error).__name__
+            unforeseen = None if isinstance(error, SafeError) else error
+            logger.warning("job %d could not be copied: %s", running.job.job_id, running.failure, exc_info=unforeseen)
 
     def _slice(self, pool: MappedPool) -> Slice:
         return Slice(*pool.segment.slices[self._rank])
 
-    def _copy_out(self, copy: ObjectCopy, pool: MappedPool, fence: Fence) -> _Copy:
-        part = self._slice(pool)
-        slices: list[Bytes | None] = []
-        for slot in copy.slots:
-            if slot == SKIP:
-                slices.append(None)
-                continue
-            slices.append(self._own_slice(pool, part, slot))
-            pool.claim(slot + part.offset, part.size)
-        payload = self._spans(copy, part, len(slices), may_skip=False)
+    def _copy_out(self, running: Running, copy: ObjectCopy, fence: Fence) -> None:
+        part = self._slice(running.pool)
+        slices = [None if slot == SKIP else self._own_slice(running.pool, part, slot) for slot in copy.slots]
+        self._require_blocks([copy], may_skip=False)
+        payload = self._spans(copy, part)
         for view in slices:
             if view is not None:
                 view[part.capacity :] = _as_bytes(CLEARED)
-        completion = self._backend.copy_out(payload, slices, fence)
-        return _Copy(copy, slices, completion)
+        running.copies.append(Copy(copy, slices, self._backend.copy_out(payload, slices, fence)))
 
-    def _copy_all_in(self, job: LoadJob, pool: MappedPool, fence: Fence) -> list[_Copy]:
+    def _copy_all_in(self, running: Running, job: LoadJob, fence: Fence) -> None:
         """Check every seal before anything is written, then copy."""
-        part = self._slice(pool)
+        part = self._slice(running.pool)
+        self._require_blocks(job.objects, may_skip=True)
         ready: list[tuple[ObjectCopy, list[Bytes], list[Span], list[Seal]]] = []
         bad: list[int] = []
         why = ""
         for index, copy in enumerate(job.objects):
-            slices = [self._own_slice(pool, part, slot) for slot in copy.slots]
-            payload = self._spans(copy, part, len(slices), may_skip=True)
+            slices = [self._own_slice(running.pool, part, slot) for slot in copy.slots]
+            payload = self._spans(copy, part)
             try:
                 ready.append((copy, slices, payload, self._seals(copy, slices, part)))
             except ServerError as error:
@@ -220,29 +230,46 @@ class WorkerHalf:
                 why = str(error)
         if bad:
             raise _BadSealError(why, tuple(bad))
-        return [
-            _Copy(copy, list(slices), self._backend.copy_in(payload, slices, fence), seals)
-            for copy, slices, payload, seals in ready
-        ]
+        for copy, slices, payload, seals in ready:
+            running.copies.append(Copy(copy, [*slices], self._backend.copy_in(payload, slices, fence), seals))
 
     def _own_slice(self, pool: MappedPool, part: Slice, slot: int) -> Bytes:
-        """This rank's slice of the object at `slot`; all of the object must lie inside of the pool."""
+        """This rank's slice of the object at `slot`, with memory behind it.
+
+        Raises:
+            ServerError: not all of the object lies inside of the pool, or /dev/shm is full.
+        """
         last_offset, last_size = pool.segment.slices[-1]
         pool.view(slot, last_offset + last_size)
+        pool.claim(slot + part.offset, part.size)
         return pool.view(slot + part.offset, part.size)
 
-    def _spans(self, copy: ObjectCopy, part: Slice, pieces: int, *, may_skip: bool) -> list[Span]:
+    def _require_blocks(self, copies: Sequence[ObjectCopy], *, may_skip: bool) -> None:
+        """Every block may be copied, and belongs to one page of the job: vLLM gives a block to one group at a time.
+
+        Raises:
+            LocalError: the null block, one that does not exist, or one that is named twice; of two copies into one
+                page the second would replace the first after its checksum was taken.
+        """
+        seen: set[int] = set()
+        for block in (block for copy in copies for ids in copy.blocks for block in ids):
+            if may_skip and block == SKIP:
+                continue
+            if not NULL_BLOCK < block < self._pages.num_blocks:
+                raise LocalError(f"block {block} is no block to copy: there are {self._pages.num_blocks}, 0 is null")
+            if block in seen:
+                raise LocalError(f"block {block} is named twice in one job")
+            seen.add(block)
+
+    def _spans(self, copy: ObjectCopy, part: Slice) -> list[Span]:
         """The payload as byte runs.
 
         Raises:
-            LocalError: it names the null block, a block that does not exist, or needs more pieces than there are slots.
+            LocalError: it needs more pieces than there are slots.
         """
-        for block in {block for ids in copy.blocks for block in ids}:
-            if not (may_skip and block == SKIP) and not NULL_BLOCK < block < self._pages.num_blocks:
-                raise LocalError(f"block {block} is no block to copy: there are {self._pages.num_blocks}, 0 is null")
         payload = spans(copy.blocks, self._pages, part.capacity)
-        if payload and payload[-1].piece >= pieces:
-            raise LocalError(f"the payload needs {payload[-1].piece + 1} pieces, the job has {pieces} slots")
+        if payload and payload[-1].piece >= len(copy.slots):
+            raise LocalError(f"the payload needs {payload[-1].piece + 1} pieces, the job has {len(copy.slots)} slots")
         return payload
 
     def _payload_bytes(self, copy: ObjectCopy) -> int:
@@ -269,24 +296,43 @@ class WorkerHalf:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        for running in [run for run in self._running.values() if run.done]:
-            del self._running[running.job.job_id]
-            if isinstance(running.job, StoreJob):
-                self._seal(running.copies[0], running.pool)
-                self._end(running.job, JobOutcome.DONE)
-            else:
-                self._check_arrival(running)
-        if self._old_pools:
-            self._drop_old_pools()
+        """End the jobs that have nothing under way any more. Never raises."""
+        for running in [run for run in self._running if self._is_over(run)]:
+            self._running.remove(running)
+            self._settle(running)
+        self._drop_old_pools()
 
-    def _seal(self, copy: _Copy, pool: MappedPool) -> None:
-        """The payload is in the slot: vouch for it."""
+    def _is_over(self, running: Running) -> bool:
+        try:
+            return running.over
+        except Exception as error:  # the device is lost, and with it its copies
+            self._fail(running, error)
+            return True
+
+    def _settle(self, running: Running) -> None:
+        """Seal a store or check a load, and report it."""
+        bad: tuple[int, ...] = ()
+        try:
+            if running.failure is None and isinstance(running.job, StoreJob):
+                self._seal(running.copies[0], running.pool)
+            elif running.failure is None:
+                bad = self._wrong_arrivals(running)
+        except Exception as error:
+            self._fail(running, error)
+        if running.failure is not None:
+            self._end(running.job, JobOutcome.COPY_FAILED, running.failure)
+        elif bad:
+            why = f"{len(bad)} of {len(running.copies)} objects did not arrive as they were sealed"
+            self._end(running.job, JobOutcome.BAD_CHECKSUM, why, bad)
+        else:
+            self._end(running.job, JobOutcome.DONE)
+
+    def _seal(self, copy: Copy, pool: MappedPool) -> None:
+        """The payload is in the slots: vouch for it. No seal is written unless all can be."""
         part = self._slice(pool)
         payload_bytes = self._payload_bytes(copy.object)
-        for piece, (view, checksum) in enumerate(zip(copy.slices, copy.completion.checksums, strict=True)):
-            if view is None:
-                continue
-            seal = Seal(
+        seals = [
+            Seal(
                 layout_digest=self._layout_digest,
                 object_digest=copy.object.digest,
                 rank=self._rank,
@@ -295,21 +341,24 @@ class WorkerHalf:
                 payload_bytes=piece_bytes(payload_bytes, part.capacity, piece),
                 checksum=checksum,
                 nonce=self._nonce,
-            )
-            view[part.capacity :] = _as_bytes(seal.encode())
+            ).encode()
+            for piece, (_, checksum) in enumerate(zip(copy.slices, copy.completion.checksums, strict=True))
+        ]
+        for view, seal in zip(copy.slices, seals, strict=True):
+            if view is not None:
+                view[part.capacity :] = _as_bytes(seal)
 
-    def _check_arrival(self, running: _Running) -> None:
-        if self._integrity is Integrity.CHECKSUM:
-            bad = tuple(
-                index
-                for index, copy in enumerate(running.copies)
-                if [seal.checksum for seal in copy.seals] != list(copy.completion.checksums)
-            )
-            if bad:
-                why = f"{len(bad)} of {len(running.copies)} objects did not arrive as they were sealed"
-                self._end(running.job, JobOutcome.BAD_CHECKSUM, why, bad)
-                return
-        self._end(running.job, JobOutcome.DONE)
+    def _wrong_arrivals(self, running: Running) -> tuple[int, ...]:
+        """Indices of the load's objects that are not what was sealed.
+
+        Raises:
+            Exception: a copy failed.
+        """
+        arrived = [list(copy.completion.checksums) for copy in running.copies]
+        if self._integrity is not Integrity.CHECKSUM:
+            return ()
+        sealed = [[seal.checksum for seal in copy.seals] for copy in running.copies]
+        return tuple(index for index, pair in enumerate(zip(arrived, sealed, strict=True)) if pair[0] != pair[1])
 
     def _end(
         self, job: StoreJob | LoadJob, outcome: JobOutcome, detail: str = "", bad_objects: tuple[int, ...] = ()
@@ -328,7 +377,5 @@ class _BadSealError(Exception):
 
 
 def _as_bytes(data: bytes) -> Bytes:
-    import numpy as np
-
     assert len(data) == SEAL_BYTES
     return np.frombuffer(data, dtype=np.uint8)

@@ -77,7 +77,8 @@ class MappedPool:
         return self._bytes[offset : offset + size]
 
     def claim(self, offset: int, size: int) -> None:
-        """Make sure that writing there has memory to go to: a full /dev/shm is an error here and SIGBUS on a write.
+        """Make sure that these bytes have memory: where /dev/shm is full, touching a page that was never written is
+        SIGBUS, for a read as for a write, and here it is an error.
 
         Raises:
             ServerError: /dev/shm is full.
@@ -88,12 +89,19 @@ class MappedPool:
             start = step * _CLAIM_BYTES
             try:
                 os.posix_fallocate(self._file, start, min(_CLAIM_BYTES, self.segment.size - start))
-            except OSError as error:
-                raise ServerError(
-                    f"no memory left in /dev/shm for the LMCache server's pool ({error.strerror});"
-                    " enlarge /dev/shm or lower the server's --l1-size-gb"
-                ) from error
+            except OSError:
+                self._claim_exactly(offset, size)  # no room for the neighbours, perhaps for these
+                return
             self._claimed.add(step)
+
+    def _claim_exactly(self, offset: int, size: int) -> None:
+        try:
+            os.posix_fallocate(self._file, offset, size)
+        except OSError as error:
+            raise ServerError(
+                f"no memory left in /dev/shm for the LMCache server's pool ({error.strerror});"
+                " enlarge /dev/shm or lower the server's --l1-size-gb"
+            ) from error
 
     def close(self) -> None:
         """Unmap. Nothing may be using a view any more."""

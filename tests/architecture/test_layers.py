@@ -91,7 +91,7 @@ BANNED = {
     "scheduler": {"time", "zmq", "torch", "threading", "socket", "random", "vllm", "lmcache", "asyncio"},
     "geometry": {"time", "zmq", "threading", "socket", "random", "vllm", "lmcache"},
     "identity": {"time", "random", "vllm", "lmcache", "torch"},
-    "wire": {"vllm", "torch"},
+    "wire": {"vllm"},
     "worker": {"lmcache", "zmq", "vllm"},
     "ops": {"lmcache", "zmq", "vllm"},
 }

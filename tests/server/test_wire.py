@@ -27,6 +27,8 @@ from lmcache_mp_safe.wire import (
     WireConfig,
     WireEvent,
 )
+from lmcache_mp_safe.wire.keys import object_key
+from lmcache_mp_safe.wire.tokens import synthetic_tokens
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(120)]
 
@@ -257,15 +259,19 @@ def test_locks_that_are_not_given_back_would_be_seen_by_the_check_above(driver: 
 
 
 def locks_left(driver: Driver, sequence: list[bytes]) -> bool:
-    """Whether anybody has a lock on the first object: a retrieve without a lookup succeeds only then."""
-    session = driver.wire.open(sequence)
-    driver.wire._sessions[session].lock(1)
-    call = driver.wire.retrieve(session, 0, 1, driver.now)
-    answer = driver.answer(object, call)
-    # Not ended: the lock is somebody else's.
-    driver.wire._sessions[session].reading = None
-    driver.wire.close(session, driver.now)
-    return isinstance(answer, Retrieved)
+    """Whether anybody has a lock on the first object: a retrieve that looked nothing up succeeds only then.
+
+    Asked with the bare client and never ended, for the lock is somebody else's.
+    """
+    link = driver.wire._link
+    assert link is not None
+    chunk = link.connection.server_chunk
+    name = f"locks-left-{secrets.token_hex(8)}"
+    key = object_key(driver.wire._config.namespace, name, "", synthetic_tokens(sequence[:1], chunk), 0, chunk)
+    client = link.connection.client
+    answer = client.prepare_retrieve(key, link.connection.instance).result(10.0)
+    client.end_session(name).result(10.0)
+    return bool(answer.success)
 
 
 def test_aborts_at_any_moment_leave_nothing(driver: Driver) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_mp_safe.contract import SKIP
-from lmcache_mp_safe.errors import ConfigError
+from lmcache_mp_safe.errors import ConfigError, LocalError
 from lmcache_mp_safe.geometry.pages import PageLayout, Segment, TensorView, layer_pages
 from lmcache_mp_safe.geometry.spans import spans
 from lmcache_mp_safe.testing.pools import simple_pages
@@ -114,6 +116,50 @@ def test_digest_ignores_the_number_of_blocks_and_nothing_else() -> None:
     assert digest(torch.zeros(2, 6, 8, dtype=torch.int16), 6) != base
 
 
+def digest_of(tensors: list[torch.Tensor], blocks: int, page: int) -> bytes:
+    return PageLayout(((layer_pages("l", [view(tensor) for tensor in tensors], blocks, page),),), blocks).digest
+
+
+@pytest.mark.parametrize("blocks", [3, 4, 8, 9, 16, 32])
+def test_digest_is_the_same_where_another_dimension_happens_to_be_a_multiple_of_the_blocks(blocks: int) -> None:
+    def digest(number: int) -> bytes:
+        return digest_of([torch.zeros(number, 8, 4, 32, dtype=torch.int16)], number, 2048)
+
+    def split(number: int) -> bytes:
+        return digest_of([torch.zeros(2, number, 4, 32, dtype=torch.int16)], number, 512)
+
+    assert digest(blocks) == digest(1000)
+    assert split(blocks) == split(1000)
+
+
+def test_digest_tells_where_in_a_page_bytes_lie() -> None:
+    def states(offset: int, page: int = 100) -> bytes:
+        raw = torch.zeros(BLOCKS * page, dtype=torch.int8)
+        convolution = torch.as_strided(raw, (BLOCKS, 3, 4), (page, 4, 1))
+        state = torch.as_strided(raw.view(torch.int16), (BLOCKS, 30), (page // 2, 1), storage_offset=offset)
+        return digest_of([convolution, state], BLOCKS, page)
+
+    def rows(stride: int) -> bytes:
+        raw = torch.zeros(BLOCKS * 100, dtype=torch.int8)
+        return digest_of([torch.as_strided(raw, (BLOCKS, 4, 8), (100, stride, 1))], BLOCKS, 100)
+
+    assert states(6) != states(10)
+    assert rows(8) != rows(16)
+
+
+def test_blocks_are_not_guessed_where_they_could_be_keys_and_values() -> None:
+    with pytest.raises(ConfigError, match="more than one way"):
+        layer_pages("l", [view(torch.zeros(2, 2, 4, 8, dtype=torch.int16))], 2, 128)
+    (segment, _) = layer_pages("l", [view(torch.zeros(2, 3, 4, 8, dtype=torch.int16))], 3, 128).segments
+    assert segment == Segment(0, 0, 64, 64)
+
+
+@pytest.mark.parametrize("capacity", [0, -128])
+def test_slice_without_room_for_payload_is_an_error(capacity: int) -> None:
+    with pytest.raises(LocalError, match="no payload"):
+        spans([[1]], simple_pages([[8]], 4)[0], capacity)
+
+
 BLOCK_IDS = st.lists(st.integers(0, 7) | st.just(SKIP), max_size=6)
 
 
@@ -139,7 +185,7 @@ def test_spans_equal_a_map_made_byte_by_byte(groups: list[list[int]], ids: list[
         assert span.piece_offset + span.length <= capacity
         found += [SKIP if span.page_offset == SKIP else span.page_offset + byte for byte in range(span.length)]
     assert found == expected
-    for before, after in zip(made, made[1:], strict=False):
+    for before, after in itertools.pairwise(made):
         joined = before.page_offset + before.length == after.page_offset and SKIP not in (
             before.page_offset,
             after.page_offset,

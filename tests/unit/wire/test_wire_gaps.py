@@ -1,4 +1,4 @@
-"""What the wire layer does not do yet. Each test is strict: the day it passes, it moves to `test_wire.py`."""
+"""Bursts, lock ages, late grants and replaced segments: cases that once slipped through the wire layer."""
 
 from __future__ import annotations
 

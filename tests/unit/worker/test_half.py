@@ -349,6 +349,14 @@ class LateBackend:
     def hold_compute(self, until: Any) -> None:
         self.log.append("hold")
 
+    def drain(self) -> None:
+        self.log.append("drain")
+
+    def finish(self, *checksums: int) -> None:
+        """Every open copy ends."""
+        for completion, _ in self.open:
+            completion.checksums, completion.finished = checksums, True
+
     def _copy(self, what: str, slots: Sequence[Any]) -> LateCompletion:
         self.log.append(what)
         completion = LateCompletion()
@@ -398,3 +406,164 @@ def test_old_pool_stays_mapped_until_its_last_copy_is_done(segment: PoolSegment)
         completion.checksums, completion.finished = (1,), True
         assert only_report(rank).outcome is JobOutcome.DONE
         assert rank.half.idle
+
+
+def test_compute_waits_for_a_job_of_the_same_plan_too(segment: PoolSegment) -> None:
+    backend = LateBackend()
+    rank = Rank(backend=backend)
+    job = StoreJob(JobId(9), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,), wait_for=(JobId(9),)))
+    assert backend.log == ["fence", "out", "hold"]
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+class FailingBackend(LateBackend):
+    """Fails at one of its methods, the `after`-th time it is asked."""
+
+    def __init__(self, method: str, after: int = 1) -> None:
+        super().__init__()
+        real, calls = getattr(self, method), itertools.count(1)
+
+        def failing(*args: Any) -> Any:
+            if next(calls) == after:
+                raise RuntimeError(f"{method} failed")
+            return real(*args)
+
+        setattr(self, method, failing)
+
+
+def two_objects(blocks: tuple[tuple[int, ...], tuple[int, ...]] = ((8, 9), (10, 11))) -> LoadJob:
+    objects = tuple(
+        ObjectCopy(DIGEST, (part, ()), (slot,)) for part, slot in zip(blocks, (0, LAYOUT.object_bytes), strict=True)
+    )
+    return LoadJob(JobId(5), ServerEpoch(1), RequestId("r"), objects)
+
+
+def store_two(segment: PoolSegment) -> None:
+    rank = Rank()
+    for slot in (0, LAYOUT.object_bytes):
+        assert store(rank, segment, CHUNK, [slot]).outcome is JobOutcome.DONE
+
+
+def test_load_that_fails_half_way_is_reported_only_when_its_first_copy_is_over(segment: PoolSegment) -> None:
+    """The report frees the blocks: vLLM would hand them out under the copy that still writes there."""
+    store_two(segment)
+    backend = FailingBackend("copy_in", after=2)
+    rank = Rank(backend=backend)
+    rank.half.begin_step(StepPlan(1, segment, loads=(two_objects(),)))
+    assert rank.half.take_report() is None
+    assert rank.half.poll().received == frozenset()
+    assert not rank.half.idle
+    backend.finish()
+    finished = rank.half.poll()
+    assert finished.received == finished.failed == {"r"}
+    report = only_report(rank)
+    assert (report.outcome, report.detail) == (JobOutcome.COPY_FAILED, "copy_in failed")
+
+
+def test_two_copies_into_one_page_are_refused(segment: PoolSegment) -> None:
+    """The second would replace the first after its checksum was taken."""
+    store_two(segment)
+    rank = Rank()
+    memory = rank.memory.copy()
+    rank.half.begin_step(StepPlan(1, segment, loads=(two_objects(((8, 9), (8, 11))),)))
+    assert only_report(rank).outcome is JobOutcome.COPY_FAILED
+    assert np.array_equal(memory, rank.memory)
+
+
+def test_without_a_fence_nothing_is_copied_and_every_job_is_reported(segment: PoolSegment) -> None:
+    store_two(segment)
+    backend = FailingBackend("record_fence")
+    rank = Rank(backend=backend)
+    job = StoreJob(JobId(9), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (2 * LAYOUT.object_bytes,)))
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,), loads=(two_objects(),)))
+    report = rank.half.take_report()
+    assert report is not None
+    assert [job.outcome for job in report.jobs] == [JobOutcome.COPY_FAILED] * 2
+    assert backend.log == []
+
+
+def test_store_that_compute_cannot_be_held_for_is_never_sealed(segment: PoolSegment) -> None:
+    backend = FailingBackend("hold_compute")
+    rank = Rank(backend=backend)
+    job = StoreJob(JobId(9), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
+    rank.half.begin_step(StepPlan(2, segment, wait_for=(JobId(9),)))
+    assert rank.half.take_report() is None
+    backend.finish(1)
+    assert only_report(rank).outcome is JobOutcome.COPY_FAILED
+    assert not any(seal_bytes(segment))
+
+
+class BrokenCompletion(LateCompletion):
+    """A copy that the device gave up."""
+
+    def __init__(self, *, at: str) -> None:
+        self._at = at
+
+    def done(self) -> bool:
+        if self._at == "done":
+            raise RuntimeError("device lost")
+        return True
+
+    @property
+    def checksums(self) -> tuple[int, ...]:  # type: ignore[override]
+        if self._at == "checksums":
+            raise RuntimeError("copy failed")
+        return (1, 2, 3)  # not one a piece
+
+
+@pytest.mark.parametrize("at", ["done", "checksums", "number of checksums"])
+@pytest.mark.parametrize("integrity", list(Integrity))
+def test_copy_that_fails_late_ends_as_failed_and_unsealed(segment: PoolSegment, at: str, integrity: Integrity) -> None:
+    store_two(segment)
+    backend = LateBackend()
+    backend._copy = lambda what, slots: BrokenCompletion(at=at)  # type: ignore[method-assign, misc, assignment]
+    rank = Rank(backend=backend, integrity=integrity)
+    slot = 2 * LAYOUT.object_bytes
+    job = StoreJob(JobId(9), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (slot,)))
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
+    assert only_report(rank).outcome is JobOutcome.COPY_FAILED
+    assert not any(seal_bytes(segment, slot))
+    rank.half.begin_step(StepPlan(2, segment, loads=(two_objects(),)))
+    if at == "number of checksums":
+        wrong = integrity is Integrity.CHECKSUM
+        assert only_report(rank).outcome is (JobOutcome.BAD_CHECKSUM if wrong else JobOutcome.DONE)
+    else:
+        assert only_report(rank).outcome is JobOutcome.COPY_FAILED
+
+
+def test_whatever_mapping_raises_makes_the_epoch_unusable_and_not_the_engine(segment: PoolSegment) -> None:
+    def no_memory(_: PoolSegment) -> MappedPool:
+        raise MemoryError
+
+    rank = Rank(open_pool=no_memory)
+    rank.half.begin_step(StepPlan(1, segment))
+    assert not rank.half.idle
+    report = rank.half.take_report()
+    assert report is not None
+    assert [(rank_, epoch) for rank_, epoch, _ in report.unusable] == [(0, 1)]
+
+
+def test_shutdown_waits_for_copies_before_it_unmaps(segment: PoolSegment) -> None:
+    opened: list[MappedPool] = []
+
+    def opening(of: PoolSegment) -> MappedPool:
+        opened.append(MappedPool(of))
+        return opened[-1]
+
+    job = StoreJob(JobId(9), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
+    backend: LateBackend = LateBackend()
+    rank = Rank(backend=backend, open_pool=opening)
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
+    rank.half.shutdown()
+    assert backend.log[-1] == "drain"
+    with pytest.raises(LocalError, match="unmapped"):
+        opened[0].view(0, 1)
+
+    rank = Rank(backend=FailingBackend("drain"), open_pool=opening)
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
+    rank.half.shutdown()
+    assert opened[1].view(0, 1).size == 1, "a copy may still be under way there"

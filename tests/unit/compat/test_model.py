@@ -1,0 +1,88 @@
+"""What vLLM's configuration is read as, and what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1 import kv_cache_interface as specs
+
+from lmcache_mp_safe.compat.model import check_engine, classify
+from lmcache_mp_safe.errors import ConfigError
+from lmcache_mp_safe.geometry.groups import Group, GroupKind
+
+ATTENTION: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
+
+
+def recurrent(mode: str) -> specs.MambaSpec:
+    return specs.MambaSpec(block_size=640, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("spec", "group"),
+    [
+        (specs.FullAttentionSpec(**ATTENTION), Group(GroupKind.APPEND_ONLY, 16)),
+        (specs.SlidingWindowSpec(**ATTENTION, sliding_window=96), Group(GroupKind.WINDOW, 16, 96)),
+        (
+            specs.ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64),
+            Group(GroupKind.CHUNKED_LOCAL, 16, 64),
+        ),
+        (recurrent("align"), Group(GroupKind.RECURRENT, 640)),
+        (recurrent("all"), Group(GroupKind.RECURRENT, 640)),
+    ],
+)
+def test_groups_are_classified(spec: Any, group: Group) -> None:
+    assert classify(spec) == group
+    uniform = specs.UniformTypeKVCacheSpecs(block_size=spec.block_size, kv_cache_specs={"layer": spec})
+    assert classify(uniform) == group
+
+
+def test_cross_attention_is_refused() -> None:
+    with pytest.raises(ConfigError, match="remove --kv-transfer-config"):
+        classify(specs.CrossAttentionSpec(**ATTENTION))
+
+
+def test_recurrent_states_outside_of_block_boundaries_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--mamba-cache-mode align"):
+        classify(recurrent("none"))
+
+
+def test_kind_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="SimpleNamespace are not supported"):
+        classify(SimpleNamespace(block_size=16))
+
+
+def engine(**changes: Any) -> Any:
+    facts = {
+        "enable_prefix_caching": True,
+        "mamba_cache_mode": "align",
+        "is_hybrid": False,
+        "nnodes": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        **changes,
+    }
+    everything = SimpleNamespace(**facts)
+    return SimpleNamespace(cache_config=everything, parallel_config=everything, model_config=everything)
+
+
+def test_ordinary_engine_is_taken() -> None:
+    check_engine(engine())
+    check_engine(engine(mamba_cache_mode="none"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"enable_prefix_caching": False}, "--enable-prefix-caching"),
+        ({"is_hybrid": True, "mamba_cache_mode": "none"}, "--mamba-cache-mode align"),
+        ({"decode_context_parallel_size": 2}, "remove --decode-context-parallel-size"),
+        ({"prefill_context_parallel_size": 2}, "remove --prefill-context-parallel-size"),
+        ({"nnodes": 2}, "on one host"),
+    ],
+)
+def test_engine_that_cannot_be_served_is_refused_with_what_to_change(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_engine(engine(**changes))
