@@ -93,6 +93,8 @@ class FakeRequest:
     is_resumable: bool = False
     user_configs: dict[str, Any] = field(default_factory=dict)
     blocks: list[FakeBlock] = field(default_factory=list)
+    # (group, column) -> block, as vLLM's block table names it: scratch blocks where no state was left
+    table: dict[tuple[int, int], FakeBlock] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.request_id = RequestId(self.name)
@@ -184,11 +186,12 @@ class World:
         for column in range(first, last):
             block_hash = request.block_hash(column, BLOCK)
             for group, spec in enumerate(self.geometry.groups):
-                if spec.kind is GroupKind.RECURRENT and column != last - 1:
-                    continue  # a step leaves a state at its end only
                 block = self.pool.take()
                 request.blocks.append(block)
-                if block_hash is not None:
+                request.table[group, column] = block
+                # A step leaves a state at its end only: the other columns are scratch.
+                leaves_state = spec.kind is not GroupKind.RECURRENT or column == last - 1
+                if block_hash is not None and leaves_state:
                     self.pool.cache(block, block_hash, group)
         self.plan([request])
         request.num_computed_tokens += tokens

@@ -250,13 +250,17 @@ def test_chunk_that_is_stored_already_counts_once_a_lookup_proves_it() -> None:
 def test_out_of_order_acknowledgements_advance_over_the_contiguous_run_only() -> None:
     world = World(groups=(FULL,), call_bytes=1)
     request = started(world, FakeRequest("r", prompt(3 * BLOCK)))
-    world.wire.lose = ["reserve"]  # chunk 0 fails at first
     world.compute(request, 3 * BLOCK)
-    for _ in range(6):
+    world.hold_reports = True
+    while not world.running:
         world.plan([request])
+    slow, world.running, world.hold_reports = world.running, [], False
+    for _ in range(8):
+        world.plan([request])
+    assert len(world.wire.stored) == 2, "the other two chunks are stored by now"
     assert world.half.num_stored_tokens(request.request_id) == 0
-    world.now += RETRY_S
-    for _ in range(12):
+    world.running = slow
+    for _ in range(3):
         world.plan([request])
     assert world.half.num_stored_tokens(request.request_id) == 3 * BLOCK
 

@@ -210,7 +210,7 @@ REAL = [(layout, False) for layout in LAYOUTS if layout not in SCATTERED] + [(x,
 @needs_allocator
 @pytest.mark.parametrize(("layout", "hybrid"), REAL)
 def test_pages_are_where_vllms_allocator_put_them(layout: Any, hybrid: bool) -> None:
-    """Mark one block of one layer through vLLM's view: only that page changes, and all of it where nothing is padded."""
+    """Mark a block of a layer through vLLM's view: only that page changes, and all of it where nothing is padded."""
     pages, caches = real_layout(5, layout, hybrid=hybrid)
     buffer = torch.empty(0, dtype=torch.uint8).set_(caches["a0"].untyped_storage())
     for layer in (layer for group in pages.groups for layer in group):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -55,7 +56,8 @@ def test_memory_is_claimed_once_in_steps_that_end_with_the_pool(
 
 
 def test_claim_keeps_what_is_there(segment: PoolSegment) -> None:
-    (SHARED_MEMORY / segment.name).open("r+b").write(b"abc")
+    with (SHARED_MEMORY / segment.name).open("r+b") as file:
+        file.write(b"abc")
     pool = MappedPool(segment)
     pool.claim(0, 100)
     assert pool.view(0, 4).tobytes() == b"abc\0"
@@ -122,13 +124,25 @@ FULL = """
 """
 
 
-def test_full_shared_memory_ends_jobs_and_not_the_process(tmp_path: Path) -> None:
-    """A tmpfs of 4 MiB under a pool of 8: without the claims this process ends by SIGBUS."""
+NO_CLAIMS = "pool.MappedPool.claim = lambda *_: None\n"
+
+
+def run_full(where: Path, mutant: str = "") -> subprocess.CompletedProcess[str]:
+    """Stores and loads over a tmpfs of 4 MiB under a pool of 8, in a mount namespace of its own."""
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
     try:
         subprocess.run([*unshare, "true"], check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no mount namespaces here")
-    command = [*unshare, sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    script = textwrap.dedent(FULL).replace("pool.SHARED_MEMORY", mutant + "pool.SHARED_MEMORY")
+    command = [*unshare, sys.executable, "-c", script, str(where)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_full_shared_memory_ends_jobs_and_not_the_process(tmp_path: Path) -> None:
+    ended = run_full(tmp_path)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_the_check_on_full_shared_memory_can_fail(tmp_path: Path) -> None:
+    assert run_full(tmp_path, NO_CLAIMS).returncode == -signal.SIGBUS
