@@ -1,4 +1,4 @@
-"""What happens once, when an engine starts: the worker half is built, the server is connected to, and one screen says so."""
+"""What happens once, when an engine starts: build the worker half, connect to the server, say so on one screen."""
 
 from __future__ import annotations
 

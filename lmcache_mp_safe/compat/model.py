@@ -1,4 +1,4 @@
-"""What vLLM's configuration says about the model: its KV cache groups, its ranks, and everything that names its bytes."""
+"""What vLLM's configuration says about the model: its KV cache groups, its ranks, and what names its bytes."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def hit_margin_tokens(vllm_config: VllmConfig, geometry: ModelGeometry) -> int:
     """Tokens below the last full block at which vLLM's own hits end.
 
     With a drafter that reads the target's hidden states (MTP, EAGLE) vLLM drops the last matching block, so that the
-    drafter sees it computed. A hit that went deeper would still be right in meaning, but its remainder would be computed
-    in a step of another shape than after a local hit, and differ from it by rounding.
+    drafter sees it computed. A hit that went deeper would still be right in meaning, but its remainder would be
+    computed in a step of another shape than after a local hit, and differ from it by rounding.
     """
     speculative = vllm_config.speculative_config
     if speculative is None:

@@ -1,4 +1,7 @@
-"""Draws the phases of a hit from the table of moves, for docs/architecture.md: `python -m lmcache_mp_safe.scheduler.drawing`."""
+"""Draws the phases of a hit from the table of moves, for docs/architecture.md.
+
+python -m lmcache_mp_safe.scheduler.drawing
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a request to the objects of its prefix: names, columns, pieces, and whether the seals in given slots are right."""
+"""From a request to the objects of its prefix: names, columns, pieces, and whether seals in given slots are right."""
 
 from __future__ import annotations
 

@@ -103,33 +103,34 @@ _WAITING = (Phase.LOOKING_UP, Phase.PROBING, Phase.HOLDING)
 _LIVE = tuple(phase for phase in Phase if phase is not Phase.ENDED)
 
 # A value is every phase the event may lead to. Which of them is decided in `machine.py`; anything else is a bug there.
+_TARGETS: dict[tuple[Phase, type[Event]], tuple[Phase, ...]] = {
+    # The first question starts the lookup. A prompt too short for a hit, a bypass or an earlier failed load: miss.
+    (Phase.NEW, Polled): (Phase.LOOKING_UP, Phase.PROBING, Phase.MISSED),
+    (Phase.LOOKING_UP, Polled): (Phase.LOOKING_UP,),
+    (Phase.PROBING, Polled): (Phase.PROBING,),
+    (Phase.HOLDING, Polled): (Phase.HOLDING,),
+    (Phase.MISSED, Polled): (Phase.MISSED,),
+    # vLLM's own cache may have caught up (miss), or lost blocks below the promise (start again).
+    (Phase.PROMISED, Polled): (Phase.PROMISED, Phase.MISSED, Phase.LOOKING_UP, Phase.PROBING),
+    # Asked again while computing: the request was preempted.
+    (Phase.COMPUTING, Polled): (Phase.LOOKING_UP, Phase.PROBING, Phase.MISSED),
+    (Phase.LOOKING_UP, ChunksCounted): (Phase.PROBING, Phase.HOLDING, Phase.MISSED),
+    (Phase.PROBING, Probed): (Phase.PROBING, Phase.HOLDING, Phase.MISSED),
+    (Phase.HOLDING, Validated): (Phase.PROMISED,),
+    **{(phase, Unusable): (Phase.MISSED,) for phase in (*_WAITING, Phase.PROMISED)},
+    (Phase.PROMISED, Expired): (Phase.NEW,),
+    (Phase.PROMISED, Admitted): (Phase.LOADING,),
+    # A second call with 0 after a load, and every admission without a hit.
+    **{(phase, AdmittedWithoutLoad): (Phase.COMPUTING,) for phase in _LIVE if phase is not Phase.LOADING},
+    **{(phase, AdmittedOtherwise): (Phase.LOADING,) for phase in _LIVE if phase is not Phase.LOADING},
+    (Phase.LOADING, Loaded): (Phase.COMPUTING,),
+    (Phase.LOADING, LoadFailed): (Phase.MISSED,),
+    **{(phase, EpochEnded): (Phase.MISSED,) for phase in (*_WAITING, Phase.PROMISED)},
+    # Workers still answer for the load; only its locks are gone.
+    **{(phase, EpochEnded): (phase,) for phase in (Phase.NEW, Phase.LOADING, Phase.MISSED, Phase.COMPUTING)},
+    **{(phase, Finished): (Phase.ENDED,) for phase in _LIVE},
+}
+
 MOVES: Mapping[tuple[Phase, type[Event]], frozenset[Phase]] = {
-    key: frozenset(targets)
-    for key, targets in {
-        # The first question starts the lookup. A prompt too short for a hit, a bypass or an earlier failed load: miss.
-        (Phase.NEW, Polled): (Phase.LOOKING_UP, Phase.PROBING, Phase.MISSED),
-        (Phase.LOOKING_UP, Polled): (Phase.LOOKING_UP,),
-        (Phase.PROBING, Polled): (Phase.PROBING,),
-        (Phase.HOLDING, Polled): (Phase.HOLDING,),
-        (Phase.MISSED, Polled): (Phase.MISSED,),
-        # vLLM's own cache may have caught up (miss), or lost blocks below the promise (start again).
-        (Phase.PROMISED, Polled): (Phase.PROMISED, Phase.MISSED, Phase.LOOKING_UP, Phase.PROBING),
-        # Asked again while computing: the request was preempted.
-        (Phase.COMPUTING, Polled): (Phase.LOOKING_UP, Phase.PROBING, Phase.MISSED),
-        (Phase.LOOKING_UP, ChunksCounted): (Phase.PROBING, Phase.HOLDING, Phase.MISSED),
-        (Phase.PROBING, Probed): (Phase.PROBING, Phase.HOLDING, Phase.MISSED),
-        (Phase.HOLDING, Validated): (Phase.PROMISED,),
-        **{(phase, Unusable): (Phase.MISSED,) for phase in (*_WAITING, Phase.PROMISED)},
-        (Phase.PROMISED, Expired): (Phase.NEW,),
-        (Phase.PROMISED, Admitted): (Phase.LOADING,),
-        # A second call with 0 after a load, and every admission without a hit.
-        **{(phase, AdmittedWithoutLoad): (Phase.COMPUTING,) for phase in _LIVE if phase is not Phase.LOADING},
-        **{(phase, AdmittedOtherwise): (Phase.LOADING,) for phase in _LIVE if phase is not Phase.LOADING},
-        (Phase.LOADING, Loaded): (Phase.COMPUTING,),
-        (Phase.LOADING, LoadFailed): (Phase.MISSED,),
-        **{(phase, EpochEnded): (Phase.MISSED,) for phase in (*_WAITING, Phase.PROMISED)},
-        # Workers still answer for the load; only its locks are gone.
-        **{(phase, EpochEnded): (phase,) for phase in (Phase.NEW, Phase.LOADING, Phase.MISSED, Phase.COMPUTING)},
-        **{(phase, Finished): (Phase.ENDED,) for phase in _LIVE},
-    }.items()
+    key: frozenset(targets) for key, targets in _TARGETS.items()
 }

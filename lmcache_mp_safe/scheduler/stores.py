@@ -22,8 +22,17 @@ from lmcache_mp_safe.ids import JobId, RequestId
 from lmcache_mp_safe.scheduler.certify import BlockPool, Certificate, HashSource, Pins, certify, still_holds
 from lmcache_mp_safe.scheduler.known import Known
 from lmcache_mp_safe.scheduler.objects import ModelObjects, ObjectName
-from lmcache_mp_safe.wire import CallFailed, CallId, Committed, LookupAnswered, Reserved, Retrieved
-from lmcache_mp_safe.wire import SessionId, Wire, WireEvent
+from lmcache_mp_safe.wire import (
+    CallFailed,
+    CallId,
+    Committed,
+    LookupAnswered,
+    Reserved,
+    Retrieved,
+    SessionId,
+    Wire,
+    WireEvent,
+)
 
 # An object that gets no slot (pool full, another writer) is tried again this often, this many seconds apart.
 MAX_ATTEMPTS = 4
@@ -325,7 +334,7 @@ class Stores:
         last = num_prompt_tokens // block * block
         again = (num_prompt_tokens - 1) // block * block
         if self._geometry.is_recurrent:
-            wanted = range(after // block * block + block, verified + 1, block)
+            wanted = list(range(after // block * block + block, verified + 1, block))
         else:
             chunks = range(after // chunk * chunk + chunk, verified + 1, chunk)
             wanted = sorted({*chunks, *(b for b in (last, again) if after < b <= verified)})

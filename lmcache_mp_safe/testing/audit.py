@@ -1,8 +1,8 @@
 """Watches one in-process engine: page bytes when they were certified, when they were copied, and when they were loaded.
 
-A checksum cannot tell that a block was reused between its certification and its copy: it would vouch for the wrong bytes.
-This does. A page is remembered at the first step after its block was certified and pinned (by then the step that fills it
-has run), and must still be the same when it is copied, and again when it arrives in some other block.
+A checksum cannot tell that a block was reused between its certification and its copy: it would vouch for the wrong
+bytes. This does. A page is remembered at the first step after its block was certified and pinned (by then the step that
+fills it has run), and must still be the same when it is copied, and again when it arrives in some other block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A wire with a small server behind it, for tests of the scheduler half: answers come when the test says so.
 
-It keeps what the real server keeps: objects by chain, write reservations, read locks that are anonymous counts, and one
-flat pool. It refuses what would be a lock imbalance on the real one, so a test that ends with `check_settled` shows that
-every lock was released exactly once.
+It keeps what the real server keeps: objects by chain, write reservations, read locks that are anonymous counts, and
+one flat pool. It refuses what would be a lock imbalance on the real one, so a test that ends with `check_settled` shows
+that every lock was released exactly once.
 """
 
 from __future__ import annotations

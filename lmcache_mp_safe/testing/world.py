@@ -1,6 +1,6 @@
-"""A small world for tests of the scheduler half: a block pool like vLLM's, requests, a wire with a server behind it, and
-workers that seal or load at once. Pages have no bytes here: a seal says which object a slot holds, and `copied` remembers
-which blocks it was copied from.
+"""A small world for tests of the scheduler half: a block pool like vLLM's, requests, a wire with a server behind it,
+and workers that seal or load at once. Pages have no bytes here: a seal says which object a slot holds, and `copied`
+remembers which blocks it was copied from.
 """
 
 from __future__ import annotations
@@ -199,11 +199,10 @@ class World:
     def plan(self, scheduled: Sequence[FakeRequest] = (), *, preempted: bool = False) -> StepPlan:
         """One engine step: the plan goes to the workers, whose reports come back unless they are held."""
         plan = self.half.build_plan([request.request_id for request in scheduled], preempted)
-        for job in (*plan.stores, *plan.loads):
-            self.running.append(job)
-            if isinstance(job, LoadJob):
-                self.loaded.append(job)
-            elif self.outcome is JobOutcome.DONE:
+        self.running += [*plan.stores, *plan.loads]
+        self.loaded += plan.loads
+        if self.outcome is JobOutcome.DONE:
+            for job in plan.stores:
                 self.seal(job)
         if not self.hold_reports:
             self.report()

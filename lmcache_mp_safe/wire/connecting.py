@@ -58,7 +58,7 @@ class OwnClient:
     """
 
     def __init__(self, url: str) -> None:
-        self._context = zmq.Context()
+        self._context: Any = zmq.Context()  # type: ignore[attr-defined]
         self._context.linger = 0
         try:
             self._client = RequestClientFactory.create(url, context=self._context)

@@ -16,9 +16,9 @@ def object_key(
 
     Args:
         tokens: the sequence from 0 to `end`: the server hashes it chunk by chunk from its beginning.
-        suffix: fewer ints than a chunk, behind the last full one. The chunk hashes ignore them, but the server keeps its
-            record of an open operation under the whole key: a suffix of its own gives each operation a record of its own,
-            so a retry cannot overwrite an open range and two loads of one range need not take turns.
+        suffix: fewer ints than a chunk, behind the last full one. The chunk hashes ignore them, but the server keeps
+            its record of an open operation under the whole key: a suffix of its own gives each operation a record of
+            its own, so a retry cannot overwrite an open range and two loads of one range need not take turns.
     """
     return IPCCacheServerKey(
         model_name=namespace,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def slot_offsets(slots: Any, count: int, object_bytes: int, pool_bytes: int) -> 
         raise ServerError(f"{count} slots expected, got {slots!r:.200}")
     offsets = tuple(_offset(slot, object_bytes, pool_bytes) for slot in slots)
     in_order = sorted(offsets)
-    if any(after - before < object_bytes for before, after in zip(in_order, in_order[1:], strict=False)):
+    if any(after - before < object_bytes for before, after in itertools.pairwise(in_order)):
         raise ServerError(f"slots overlap: {in_order[:10]}")
     return offsets
 

@@ -1,7 +1,7 @@
 """One sequence of objects on the server, and which of its locks are ours. Pure.
 
-A session owns the read locks that its lookup took until it gives them back: by freeing them, by ending the retrieve that
-uses them, or by closing. Each is released exactly once.
+A session owns the read locks that its lookup took until it gives them back: by freeing them, by ending the retrieve
+that uses them, or by closing. Each is released exactly once.
 """
 
 from __future__ import annotations

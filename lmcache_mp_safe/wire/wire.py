@@ -50,6 +50,7 @@ _LATE_STATUS_PACE_S = 0.1
 _ORPHAN_S = 60.0
 _FIRST_BACKOFF_S = 0.5
 _SUFFIX_INTS = 2
+_FIRST_EPOCH = ServerEpoch(1)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class WireConfig:
     connect_timeout_s: float = 10.0
     backoff_max_s: float = 30.0
     max_unanswered_calls: int = 256
-    first_epoch: ServerEpoch = ServerEpoch(1)
+    first_epoch: ServerEpoch = _FIRST_EPOCH
 
 
 class _Kind(enum.Enum):

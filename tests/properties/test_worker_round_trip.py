@@ -47,7 +47,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Groups of layers of one to three segments, with gaps, over memory of their own: large enough for several pieces."""
+    """Groups of layers of one to three segments, with gaps, over memory of their own; often several pieces."""
     number_of_groups = draw(st.integers(1, 3))
     buffers: list[int] = []
     groups: list[tuple[Layer, ...]] = []
