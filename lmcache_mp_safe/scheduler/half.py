@@ -152,9 +152,12 @@ class SchedulerHalf:
         self._live = self._attach("")
 
     def wait_until_up(self, deadline_s: float, sleep: Callable[[float], None]) -> bool:
-        """Poll until the server is registered and its pool is proven, at most this long."""
-        end = self._clock() + deadline_s
-        while self._clock() < end:
+        """Poll until the server is registered and its pool is proven.
+
+        Waits `deadline_s`, and at most as long again for the first attempt to end, so that `wire.why_down` says why.
+        """
+        start = self._clock()
+        while (waited := self._clock() - start) < deadline_s or (waited < 2 * deadline_s and not self.wire.has_tried):
             self._advance(self._clock())
             if self._usable():
                 return True

@@ -83,6 +83,7 @@ class FakeWire:
         self.log: list[str] = []
         self.up = True
         self.why_down = ""
+        self.has_tried = True
         self.epoch = ServerEpoch(1)
         self._numbers = itertools.count(1)
         self._sessions: dict[SessionId, _Session] = {}

@@ -158,6 +158,7 @@ class Wire:
         self._retry_at = 0.0
         self._backoff_s = _FIRST_BACKOFF_S
         self._stopped = False
+        self.has_tried = False  # an attempt to connect has ended, one way or the other
         self.why_down = "not connected yet"
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ class Wire:
         result = self._maker.result()
         if result is None:
             return
-        self._making = False
+        self._making, self.has_tried = False, True
         if isinstance(result, ServerError):
             self._down(str(result), now)
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_mp_safe.testing.engine import EngineSpec
+from lmcache_mp_safe.testing.engine import Engine, EngineSpec
 from lmcache_mp_safe.testing.engine_worker import EngineCallError, EngineProcess
 from lmcache_mp_safe.testing.server import LMCacheServer
 
@@ -35,9 +35,16 @@ def test_prefix_caching_switched_off(make_spec: MakeSpec) -> None:
 
 
 @pytest.mark.old_vllm
-def test_recurrent_states_that_are_not_cached(make_spec: MakeSpec) -> None:
-    words = failed_start(with_options(make_spec(), enable_prefix_caching=True, mamba_cache_mode="none"))
-    assert "--mamba-cache-mode align" in words or "--enable-prefix-caching" in words
+def test_recurrent_states_are_cached_at_boundaries_or_refused(make_spec: MakeSpec) -> None:
+    """With prefix caching vLLM turns the mode `none` into `align` by itself; without, nothing could be served."""
+    words = failed_start(with_options(make_spec(), enable_prefix_caching=False, mamba_cache_mode="none"))
+    assert "start vLLM with --enable-prefix-caching" in words
+    with EngineProcess(with_options(make_spec(), mamba_cache_mode="none")) as engine:
+        assert engine.run(mamba_mode) == "align"
+
+
+def mamba_mode(engine: Engine) -> str:
+    return str(engine.vllm_config.cache_config.mamba_cache_mode)
 
 
 def test_unknown_setting(make_spec: MakeSpec) -> None:

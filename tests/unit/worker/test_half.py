@@ -520,7 +520,7 @@ class BrokenCompletion(LateCompletion):
 def test_copy_that_fails_late_ends_as_failed_and_unsealed(segment: PoolSegment, at: str, integrity: Integrity) -> None:
     store_two(segment)
     backend = LateBackend()
-    backend._copy = lambda what, slots: BrokenCompletion(at=at)  # type: ignore[method-assign, misc, assignment]
+    backend._copy = lambda what, slots: BrokenCompletion(at=at)  # type: ignore[method-assign]
     rank = Rank(backend=backend, integrity=integrity)
     slot = 2 * LAYOUT.object_bytes
     job = StoreJob(JobId(9), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (slot,)))
