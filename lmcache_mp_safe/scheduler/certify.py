@@ -18,6 +18,7 @@ class Block(Protocol):
     """A block of vLLM's pool."""
 
     block_id: int
+    ref_cnt: int
     is_null: bool
 
     @property

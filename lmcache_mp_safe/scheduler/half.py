@@ -154,10 +154,11 @@ class SchedulerHalf:
     def wait_until_up(self, deadline_s: float, sleep: Callable[[float], None]) -> bool:
         """Poll until the server is registered and its pool is proven.
 
-        Waits `deadline_s`, and at most as long again for the first attempt to end, so that `wire.why_down` says why.
+        Waits `deadline_s`, and up to a minute for the first attempt to end, so that `wire.why_down` says why. Every step
+        of an attempt has a deadline of its own.
         """
         start = self._clock()
-        while (waited := self._clock() - start) < deadline_s or (waited < 2 * deadline_s and not self.wire.has_tried):
+        while (waited := self._clock() - start) < deadline_s or (waited < 60 and not self.wire.has_tried):
             self._advance(self._clock())
             if self._usable():
                 return True
@@ -245,7 +246,7 @@ class SchedulerHalf:
         tracked = self._book.get(source.request_id)
         if tracked is not None and tracked.answered and self._live is not None:
             # Asked again after an answer: vLLM found no room. Blocks that only a store still holds may be missing.
-            self._live.stores.drop_undispatched_pins()
+            self._live.stores.give_way(self._plan_number)
         answer = self._ask(source, local_tokens)
         if tracked is not None:
             tracked.answered = answer is not None
@@ -306,7 +307,7 @@ class SchedulerHalf:
         self._advance(now)
         stores = self._live.stores
         if preempted:
-            stores.drop_undispatched_pins()
+            stores.give_way(self._plan_number)
         if self._role.may_store and self._usable():
             for request_id in scheduled:
                 self._consider(request_id, now)

@@ -38,6 +38,9 @@ from lmcache_mp_safe.wire import (
 MAX_ATTEMPTS = 4
 RETRY_S = 1.0
 
+# A pin that is older than this many plans gives way when vLLM is short of blocks.
+_PATIENCE_PLANS = 2
+
 
 class Source(HashSource, Protocol):
     """The request whose prefix is stored."""
@@ -434,19 +437,40 @@ class Stores:
         return jobs
 
     def _pin_again(self, run: Run, plan_number: int, now: float) -> None:
-        """Certify and pin anew; the copy waits for a later plan, as after any first look."""
+        """Certify and pin anew; the copy waits for a later plan, as after any first look.
+
+        Blocks that are gone may come back: a preempted request computes its prefix again. A slot that was granted is
+        worth waiting for while the request lives and the lease runs, since nobody else gets it before the server's own
+        time is over.
+        """
         for item in run.items:
             if item.pinned:
                 continue
             certificate = certify(self._pool, run.source, self._geometry, item.name.columns)
             if certificate is None or not self._pins.try_pin(certificate):
-                self._fail(run, now)
+                self._unpin(run.items)
+                if run.progress.ended or now > run.lease_until:
+                    self._count("slots_abandoned", len(run.items))
+                    self._fail(run, now)
                 return
             item.certificate, item.pinned = certificate, True
         run.plan_number = plan_number
 
+    def give_way(self, plan_number: int) -> None:
+        """vLLM is short of blocks: give back those that only a store holds and no worker reads yet.
+
+        Blocks with another owner help nobody, and pins of the last plans are about to be copied or given back anyway.
+        """
+        for run in self._all_runs():
+            waiting = run.state in (RunState.RESERVING, RunState.LOCATING, RunState.RESERVED)
+            if waiting and plan_number - run.plan_number > _PATIENCE_PLANS and self._holds_alone(run):
+                self._unpin(run.items)
+
+    def _holds_alone(self, run: Run) -> bool:
+        return any(page.block.ref_cnt == 1 for item in run.items if item.pinned for page in item.certificate.pages)
+
     def drop_undispatched_pins(self) -> None:
-        """Give back blocks that no worker reads yet: vLLM is short of them, or wants to reset its cache."""
+        """Give back every block that no worker reads yet: vLLM's cache is about to be reset."""
         for run in self._all_runs():
             if run.state in (RunState.RESERVING, RunState.LOCATING, RunState.RESERVED):
                 self._unpin(run.items)

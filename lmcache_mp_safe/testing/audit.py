@@ -51,7 +51,7 @@ def audit(engine: Engine) -> Audit:
         if pinned:
             seen._certified.pop(certificate.block_ids, None)
             seen._fresh.append((half._plan_number, certificate.block_ids))
-            seen.ownerless += sum(page.block.ref_cnt == 1 for page in certificate.pages)  # type: ignore[attr-defined]
+            seen.ownerless += sum(page.block.ref_cnt == 1 for page in certificate.pages)
         return pinned
 
     def watched_step(plan: StepPlan) -> None:

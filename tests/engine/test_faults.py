@@ -112,10 +112,9 @@ def test_server_restart_costs_hits_and_nothing_else(make_spec: MakeSpec, salt: s
 def wait_until_up(engine: Engine, deadline_s: float = 60.0) -> None:
     half = engine.connector.scheduler_half
     end = time.monotonic() + deadline_s
-    epoch = half.wire.epoch
     while time.monotonic() < end:
         half._advance(time.monotonic())
-        if half.wire.up and half.wire.epoch != epoch:
+        if half.wire.up:
             return
         time.sleep(0.05)
     raise AssertionError(f"not up again: {half.wire.why_down}")
@@ -158,3 +157,26 @@ def spoil_after_promise(engine: Engine) -> None:
         begin_step(plan)
 
     worker.begin_step = spoiling
+
+
+@pytest.mark.old_vllm
+def test_after_a_cache_reset_nothing_from_before_is_hit(make_spec: MakeSpec, salt: str) -> None:
+    prompt = prompt_of(24)
+    with Engine(make_spec()) as engine:
+
+        def ask() -> Answer:
+            engine.drain()
+            engine.reset_prefix_cache()
+            return engine.generate([prompt], MAX_TOKENS, salts=[salt])[0]
+
+        first, hit = ask(), ask()
+        assert (first.external_tokens, hit.external_tokens > 0) == (0, True)
+        engine.drain()
+        assert engine.scheduler.reset_connector_cache()
+        wait_until_up(engine)
+        after = ask()
+        assert (after.external_tokens, compare(first, after)) == (0, None)
+        again = ask()
+        assert (again.external_tokens, compare(first, again)) == (hit.external_tokens, None)
+        engine.drain()
+        assert engine.held_blocks() == 0

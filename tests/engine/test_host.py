@@ -28,7 +28,7 @@ def ask_with_the_deepest_state_evicted(engine: Engine, prompt: Tokens, salt: str
     engine.drain()
     states = {block for group in RECURRENT_GROUPS for block in engine.cached_blocks(group).values()}
     deepest = {block for block in states if engine.block_pool.blocks[block].block_hash_num_tokens == 1280}
-    assert len(deepest) == len(RECURRENT_GROUPS)
+    assert deepest
     engine.block_pool.evict_blocks(deepest)
     told: list[int] = []
     connector = engine.connector

@@ -58,9 +58,8 @@ def test_a_wrong_page_in_any_group_is_seen(engine: Engine, turns: list[Turn]) ->
         assert report.divergences[0].position == 0
 
 
+@pytest.mark.parametrize("engine", ["hybrid"], indirect=True)
 def test_the_right_state_of_another_prompt_changes_the_first_token(engine: Engine) -> None:
-    if engine.spec.kind != "hybrid":
-        pytest.skip("only the hybrid model has recurrent states")
     engine.reset_prefix_cache()
     first, second = (session.prompt([]) for session in sessions(seed=2, count=2, turns=1, turn_tokens=(800, 800)))
     (right,) = engine.generate([first], MAX_TOKENS, salts=["state"])

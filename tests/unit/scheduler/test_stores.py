@@ -385,19 +385,41 @@ def test_object_larger_than_the_budget_is_stored_when_nothing_else_is_pinned() -
     assert len(world.copied) == 1
 
 
-def test_shortage_of_blocks_gives_undispatched_pins_back_and_copies_later() -> None:
+def test_shortage_of_blocks_takes_old_pins_that_nobody_else_holds_and_they_are_copied_later() -> None:
     world = World(groups=(FULL,))
     request = started(world, FakeRequest("r", prompt(BLOCK)))
     world.compute(request, BLOCK)
-    world.wire.held_back = True
+    world.wire.held_back = True  # a slow server: the slot does not come
     world.plan([request])
-    assert world.half.pinned_blocks == 1
-    world.plan([request], preempted=True)
+    for _ in range(5):
+        world.plan([request], preempted=True)
+    assert world.half.pinned_blocks == 1, "a block with another owner helps nobody"
+    (block,) = request.blocks
+    world.pool.unpin([block])
+    world.plan(preempted=True)
     assert world.half.pinned_blocks == 0
     world.wire.held_back = False
     for _ in range(6):
         world.plan([request])
     assert world.half.num_stored_tokens(request.request_id) == BLOCK
+    world.pool.pin([block])
+
+
+def test_granted_slot_waits_for_a_preempted_request_to_compute_its_prefix_again() -> None:
+    world = World(groups=(FULL,))
+    request = started(world, FakeRequest("r", prompt(BLOCK)))
+    world.compute(request, BLOCK)
+    world.plan([request])
+    (block,) = request.blocks
+    world.pool.uncache(block)  # preempted, and the block was reused
+    for _ in range(3):
+        assert not world.plan([request]).stores
+    request.num_computed_tokens = 0
+    world.compute(request, BLOCK)
+    for _ in range(4):
+        world.plan([request])
+    assert world.half.num_stored_tokens(request.request_id) == BLOCK
+    assert sum(entry.startswith("reserve") for entry in world.wire.log) == 1
 
 
 def test_reservation_past_its_lease_is_neither_copied_into_nor_committed() -> None:
