@@ -1,6 +1,6 @@
 # Set-up, checks, tests and the demo. Each target does what it needs first; nothing is installed twice.
 #
-# Needs python3.11 with venv, make and gcc. On Debian: apt-get install python3.11 python3.11-venv make gcc
+# Needs python3.11 with venv, make, gcc and libnuma. On Debian: apt-get install python3.11 python3.11-venv make gcc libnuma1
 #
 # The locks in requirements/ name the CPU build of torch, which is not on PyPI. Where pip is not configured to find it, give
 # PyTorch's index of CPU wheels in the environment: PIP_EXTRA_INDEX_URL=... make venv

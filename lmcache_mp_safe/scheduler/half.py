@@ -154,8 +154,8 @@ class SchedulerHalf:
     def wait_until_up(self, deadline_s: float, sleep: Callable[[float], None]) -> bool:
         """Poll until the server is registered and its pool is proven.
 
-        Waits `deadline_s`, and up to a minute for the first attempt to end, so that `wire.why_down` says why. Every step
-        of an attempt has a deadline of its own.
+        Waits `deadline_s`, and up to a minute for the first attempt to end, so that `wire.why_down` says why; every
+        step of an attempt has a deadline of its own.
         """
         start = self._clock()
         while (waited := self._clock() - start) < deadline_s or (waited < 60 and not self.wire.has_tried):

@@ -41,9 +41,7 @@ def test_sessions_that_preempt_each_other_store_and_load_certified_pages_only(ma
             engine.reset_prefix_cache()
             (alone,) = engine.generate([prompt], MAX_TOKENS, salts=[f"{salt}-{number}"])
             assert external.external_tokens > 0
-            divergence = compare(alone, external)
-            # Pages made in a batch with others may differ from a lone recomputation by rounding, never by more.
-            assert divergence is None or divergence.logprob_gap < 0.05, divergence
+            assert compare(alone, external) is None
             engine.drain()
         assert seen.wrong == []
         assert seen.stored > 20
@@ -87,7 +85,6 @@ def check_alone(engine: Engine, prompts: list[tuple[int, ...]], salt: str) -> No
         (external,) = engine.generate([prompt], MAX_TOKENS, salts=[salt])
         (alone,) = engine.generate([prompt], MAX_TOKENS, salts=[f"{salt}-alone-{number}"])
         assert external.external_tokens >= 1280
-        divergence = compare(alone, external)
-        assert divergence is None or divergence.logprob_gap < 0.05, divergence
+        assert compare(alone, external) is None
     engine.drain()
     assert engine.held_blocks() == 0
