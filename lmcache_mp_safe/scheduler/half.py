@@ -27,7 +27,8 @@ from lmcache_mp_safe.scheduler.known import Known
 from lmcache_mp_safe.scheduler.machine import RequestRecord, Rules
 from lmcache_mp_safe.scheduler.objects import ModelObjects
 from lmcache_mp_safe.scheduler.phases import Phase
-from lmcache_mp_safe.scheduler.stores import Progress, Source, Stores
+from lmcache_mp_safe.scheduler.progress import Prefix, Progress, Source
+from lmcache_mp_safe.scheduler.stores import Stores
 from lmcache_mp_safe.wire import Connected, Lost, Wire
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,8 @@ class Tracked:
     """Everything known about one request. `answered`: vLLM has a final answer and has not admitted the request yet."""
 
     source: RequestSource
-    digests: PrefixDigests
+    prefix: Prefix
     hit: Hit
-    progress: Progress
     store_limit: int | None
     bypassed: bool = False
     answered: bool = False
@@ -272,7 +272,7 @@ class SchedulerHalf:
             return 0
         if before.phase in (Phase.NEW, Phase.COMPUTING):
             limit = self._deepest_hit(source.num_tokens)
-            remembered = self._remembered(tracked.digests, limit, local_tokens)
+            remembered = self._remembered(tracked.prefix.digests, limit, local_tokens)
             tracked.hit.record = with_limit(before, limit, remembered)
             tracked.hit.whole_chunks = source.num_tokens // self._geometry.chunk_tokens
         return self._live.hits.poll(tracked.hit, local_tokens, now)
@@ -327,7 +327,7 @@ class SchedulerHalf:
             if self._role.may_store and self._usable() and not loading:
                 self._consider(source.request_id, now)
             self._live.hits.finished(tracked.hit, now)
-            self._live.stores.request_ended(tracked.progress, now)
+            self._live.stores.request_ended(tracked.prefix.progress, now)
         except Exception:
             self._give_up(source.request_id, "finish")
         self._book.pop(source.request_id, None)
@@ -374,7 +374,7 @@ class SchedulerHalf:
 
     def num_stored_tokens(self, request_id: RequestId) -> int:
         """Tokens of a live request that the server has acknowledged, contiguous from 0 or from what it loaded."""
-        return self._book[request_id].progress.num_stored_tokens
+        return self._book[request_id].prefix.progress.num_stored_tokens
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -404,7 +404,8 @@ class SchedulerHalf:
         hit = Hit(RequestRecord(source.request_id), digests, source.salt)
         limit = source.user_configs.get("lmcache.max_offload_tokens")
         store_limit = limit if isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0 else None
-        tracked = Tracked(source, digests, hit, Progress(), store_limit, bypassed=source.is_resumable)
+        prefix = Prefix(source, digests, source.salt, Progress())
+        tracked = Tracked(source, prefix, hit, store_limit, bypassed=source.is_resumable)
         self._book[source.request_id] = tracked
         assert self._live is not None
         self._live.hits.track(hit)
@@ -432,15 +433,7 @@ class SchedulerHalf:
         if tracked is None or tracked.bypassed or self._live is None:
             return
         try:
-            self._live.stores.consider(
-                tracked.source,
-                tracked.progress,
-                tracked.digests,
-                tracked.hit.salt,
-                tracked.store_limit,
-                self._plan_number,
-                now,
-            )
+            self._live.stores.consider(tracked.prefix, tracked.store_limit, self._plan_number, now)
         except Exception:
             self._give_up(request_id, "store")
 
@@ -477,9 +470,9 @@ class SchedulerHalf:
         attachment.hits.epoch_ended(now)
         attachment.stores.epoch_ended(now)
         for tracked in self._book.values():
-            if tracked.progress.session is not None:
-                attachment.wire.close(tracked.progress.session, now)
-            tracked.progress.forget()
+            if tracked.prefix.progress.session is not None:
+                attachment.wire.close(tracked.prefix.progress.session, now)
+            tracked.prefix.progress.forget()
 
     def _job_ended(self, job_id: JobId, answers: _JobAnswers, now: float) -> set[RequestId]:
         """Returns the request whose load has failed with this, if any."""
@@ -491,7 +484,7 @@ class SchedulerHalf:
                 ended = attachment.hits.load_ended(job_id, answers.outcomes, answers.bad_objects, now)
                 tracked = self._book.get(ended.request_id)
                 if ended.arrived and tracked is not None:
-                    tracked.progress.num_loaded_tokens = ended.boundary
+                    tracked.prefix.progress.num_loaded_tokens = ended.boundary
                 return set() if ended.arrived else {ended.request_id}
             if attachment.stores.runs_job(job_id):
                 attachment.stores.job_ended(job_id, answers.outcomes, now)

@@ -1,27 +1,20 @@
 """What is stored, when, and how far the server has acknowledged it.
 
-A *run* is one reservation on the server: consecutive chunk objects of one request, or the pieces of one boundary
-object. It lives through
-
-    RESERVING -> RESERVED -> COPYING -> COMMITTING        (certified and pinned from the first to the end of COPYING)
-    LOCATING  -> RESERVED -> COPYING                      (an object that is resident but wrong is mended in place)
-
-and ends acknowledged or failed. Runs outlive their request: its blocks survive by their pins.
+Runs (`runs.py`) outlive their request: its blocks survive by their pins.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from lmcache_mp_safe.contract import SKIP, JobOutcome, ObjectCopy, StoreJob
 from lmcache_mp_safe.identity import PrefixDigests
-from lmcache_mp_safe.ids import JobId, RequestId
-from lmcache_mp_safe.scheduler.certify import BlockPool, Certificate, HashSource, Pins, certify, still_holds
+from lmcache_mp_safe.ids import JobId
+from lmcache_mp_safe.scheduler.certify import BlockPool, Certificate, Pins, certify, still_holds
 from lmcache_mp_safe.scheduler.known import Known
 from lmcache_mp_safe.scheduler.objects import ModelObjects, ObjectName
+from lmcache_mp_safe.scheduler.progress import Prefix, Progress, Source, verified_tokens
+from lmcache_mp_safe.scheduler.runs import Item, Question, Run, RunState, split_repairs
 from lmcache_mp_safe.wire import (
     CallFailed,
     CallId,
@@ -40,137 +33,6 @@ RETRY_S = 1.0
 
 # A pin that is older than this many plans gives way when vLLM is short of blocks.
 _PATIENCE_PLANS = 2
-
-
-class Source(HashSource, Protocol):
-    """The request whose prefix is stored."""
-
-    @property
-    def request_id(self) -> RequestId: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def num_computed_tokens(self) -> int: ...
-
-
-def verified_tokens(source: Source) -> int:
-    """Tokens whose KV is certainly written by earlier steps, as of the start of this one.
-
-    While decoding, the last known token was sampled by the step that wrote the KV of the one before it; its own KV may
-    not be written, and drafts never count. `num_computed_tokens` alone would not do: with asynchronous scheduling it
-    runs ahead of the accepted tokens.
-    """
-    if source.num_computed_tokens <= source.num_prompt_tokens:
-        return source.num_computed_tokens
-    return min(source.num_computed_tokens, source.num_tokens - 1)
-
-
-@dataclass
-class Progress:
-    """How far one request's prefix is stored.
-
-        [0, num_loaded_tokens)                   arrived from the server and checked
-        [.., num_stored_tokens)                  acknowledged by the server, contiguous
-        chunks in `acknowledged` beyond that     acknowledged, but with a gap before them
-        chunks in `open`                         being stored
-
-    Attributes:
-        next_boundary: boundaries below it were considered.
-        attempts: failed tries per chunk index or boundary.
-        retry_at: chunk index -> time before which it is not tried again.
-        session: chunk sequence through which this request's chunks are stored.
-    """
-
-    num_stored_tokens: int = 0
-    num_loaded_tokens: int = 0
-    acknowledged: set[int] = field(default_factory=set)
-    open: set[int] = field(default_factory=set)
-    open_boundaries: set[int] = field(default_factory=set)
-    next_boundary: int = 0
-    missed_boundaries: set[int] = field(default_factory=set)
-    attempts: dict[int, int] = field(default_factory=dict)
-    retry_at: dict[int, float] = field(default_factory=dict)
-    session: SessionId | None = None
-    session_chunks: int = 0
-    ended: bool = False
-
-    @property
-    def start_tokens(self) -> int:
-        return max(self.num_stored_tokens, self.num_loaded_tokens)
-
-    def acknowledge(self, chunk: int, chunk_tokens: int) -> None:
-        """The server acknowledged this chunk; the watermark advances over the contiguous run only."""
-        self.acknowledged.add(chunk)
-        next_chunk = self.start_tokens // chunk_tokens
-        while next_chunk in self.acknowledged:
-            self.acknowledged.discard(next_chunk)
-            next_chunk += 1
-            self.num_stored_tokens = next_chunk * chunk_tokens
-
-    def forget(self) -> None:
-        """The server that acknowledged all of this is gone."""
-        self.num_stored_tokens = self.num_loaded_tokens = self.next_boundary = 0
-        for marks in (self.acknowledged, self.open, self.open_boundaries, self.missed_boundaries):
-            marks.clear()
-        self.attempts.clear()
-        self.retry_at.clear()
-        self.session = None
-
-
-class RunState(enum.Enum):
-    RESERVING = "reserving"
-    LOCATING = "locating"  # repair: lookup, then retrieve, to learn the slots of the resident object
-    RESERVED = "reserved"
-    COPYING = "copying"
-    COMMITTING = "committing"
-
-
-@dataclass
-class Item:
-    """One object of a run.
-
-    Attributes:
-        mark: chunk index, or boundary.
-        certificate: pinned while `pinned`.
-    """
-
-    mark: int
-    name: ObjectName
-    certificate: Certificate
-    pinned: bool = True
-    slots: tuple[int, ...] = ()
-
-
-@dataclass
-class Run:
-    """One reservation and the objects in it. `plan_number` is the plan in which its blocks were pinned."""
-
-    request_id: RequestId
-    source: Source
-    progress: Progress
-    digests: PrefixDigests
-    salt: str
-    items: list[Item]
-    is_boundary: bool
-    plan_number: int
-    session: SessionId
-    state: RunState = RunState.RESERVING
-    is_repair: bool = False
-    call: CallId | None = None
-    lease_until: float = 0.0
-    jobs: dict[JobId, int] = field(default_factory=dict)  # running job -> index in items
-    failed: bool = False
-
-
-@dataclass
-class _Question:
-    """A lookup that tells whether objects without a slot are stored already."""
-
-    run: Run
-    items: list[Item]
-    session: SessionId
 
 
 class Stores:
@@ -203,7 +65,7 @@ class Stores:
         self._count = count
         self._runs: dict[SessionId, list[Run]] = {}
         self._jobs: dict[JobId, Run] = {}
-        self._questions: dict[SessionId, _Question] = {}
+        self._questions: dict[SessionId, Question] = {}
 
     # --- state that others ask for ----------------------------------------------------------------------------------
 
@@ -229,10 +91,7 @@ class Stores:
 
     def consider(
         self,
-        source: Source,
-        progress: Progress,
-        digests: PrefixDigests,
-        salt: str,
+        prefix: Prefix,
         limit_tokens: int | None,
         plan_number: int,
         now: float,
@@ -244,28 +103,18 @@ class Stores:
             plan_number: the plan being built, or the last one built when called between plans. In both cases every
                 block that a lookup may return by now is written by a step that lies before the next plan's fence.
         """
-        verified = verified_tokens(source)
+        verified = verified_tokens(prefix.source)
         if not self._save_decode:
-            verified = min(verified, source.num_prompt_tokens)
+            verified = min(verified, prefix.source.num_prompt_tokens)
         if limit_tokens is not None:
             verified = min(verified, limit_tokens)
-        context = (source, progress, digests, salt, plan_number, now)
-        self._consider_chunks(verified, *context)
-        self._consider_boundaries(verified, *context)
+        self._consider_chunks(prefix, verified, plan_number, now)
+        self._consider_boundaries(prefix, verified, plan_number, now)
 
-    def _consider_chunks(
-        self,
-        verified: int,
-        source: Source,
-        progress: Progress,
-        digests: PrefixDigests,
-        salt: str,
-        plan_number: int,
-        now: float,
-    ) -> None:
+    def _consider_chunks(self, prefix: Prefix, verified: int, plan_number: int, now: float) -> None:
         if not self._geometry.has_append_only:
             return
-        chunk_tokens = self._geometry.chunk_tokens
+        progress, chunk_tokens = prefix.progress, self._geometry.chunk_tokens
         items: list[Item] = []
         for chunk in range(progress.start_tokens // chunk_tokens, verified // chunk_tokens):
             if len(items) == self._chunks_per_call:
@@ -274,50 +123,42 @@ class Stores:
                 if items:
                     break
                 continue
-            name = self._objects.chunk(digests, chunk)
+            name = self._objects.chunk(prefix.digests, chunk)
             if name.digest in self._known.acknowledged:
                 progress.acknowledge(chunk, chunk_tokens)
                 continue
             if progress.attempts.get(chunk, 0) >= MAX_ATTEMPTS or progress.retry_at.get(chunk, 0.0) > now:
                 break  # the chain of lookups would stop here: nothing behind it can be found
-            certificate = self._certify(source, name)
+            certificate = self._certify(prefix.source, name)
             if certificate is None or not self._try_pin(certificate):
                 break
             items.append(Item(chunk, name, certificate))
             if name.digest in self._known.poisoned:
                 break
-        for run_items in _split_repairs(items, self._known):
-            self._open_run(run_items, source, progress, digests, salt, plan_number, now, is_boundary=False)
+        for run_items in split_repairs(items, self._known):
+            self._open_run(prefix, run_items, plan_number, now, is_boundary=False)
 
-    def _consider_boundaries(
-        self,
-        verified: int,
-        source: Source,
-        progress: Progress,
-        digests: PrefixDigests,
-        salt: str,
-        plan_number: int,
-        now: float,
-    ) -> None:
+    def _consider_boundaries(self, prefix: Prefix, verified: int, plan_number: int, now: float) -> None:
+        progress = prefix.progress
         first = max(progress.next_boundary, progress.num_loaded_tokens)
-        fresh = self._boundaries(first, verified, source.num_prompt_tokens)
+        fresh = self._boundaries(first, verified, prefix.source.num_prompt_tokens)
         retries = [b for b in progress.missed_boundaries if progress.retry_at.get(-b, 0.0) <= now]
         progress.missed_boundaries.difference_update(retries)
         progress.next_boundary = max(first, verified)
         for boundary in (*fresh, *retries):
             if boundary in progress.open_boundaries:
                 continue
-            name = self._objects.boundary(digests, boundary)
-            if name.digest in self._known.acknowledged and self._chunks_below_are_known(digests, boundary):
+            name = self._objects.boundary(prefix.digests, boundary)
+            if name.digest in self._known.acknowledged and self._chunks_below_are_known(prefix.digests, boundary):
                 continue
-            certificate = self._certify(source, name)
+            certificate = self._certify(prefix.source, name)
             if certificate is None:
                 continue  # vLLM would not serve it, and a state that is gone does not come back
             if not self._try_pin(certificate):
                 progress.missed_boundaries.add(boundary)
                 continue
             item = Item(boundary, name, certificate)
-            self._open_run([item], source, progress, digests, salt, plan_number, now, is_boundary=True)
+            self._open_run(prefix, [item], plan_number, now, is_boundary=True)
 
     def _chunks_below_are_known(self, digests: PrefixDigests, boundary: int) -> bool:
         """A boundary object is out of reach, and likely evicted itself, once a chunk below it is gone."""
@@ -355,51 +196,32 @@ class Stores:
             self._count("pin_budget_used_up", 1)
         return pinned
 
-    def _open_run(
-        self,
-        items: list[Item],
-        source: Source,
-        progress: Progress,
-        digests: PrefixDigests,
-        salt: str,
-        plan_number: int,
-        now: float,
-        *,
-        is_boundary: bool,
-    ) -> None:
+    def _open_run(self, prefix: Prefix, items: list[Item], plan_number: int, now: float, *, is_boundary: bool) -> None:
         is_repair = items[0].name.digest in self._known.poisoned
         if is_boundary or is_repair:
-            sequence = items[0].name.pieces if is_boundary else digests.chunks(items[0].mark + 1)
-            session = self._wire.open(sequence, salt)
+            sequence = items[0].name.pieces if is_boundary else prefix.digests.chunks(items[0].mark + 1)
+            session = self._wire.open(sequence, prefix.salt)
         else:
-            session = self._chunk_session(progress, digests, items[-1].mark + 1, salt)
-        run = Run(
-            source.request_id, source, progress, digests, salt, items, is_boundary, plan_number, session,
-            is_repair=is_repair,
-        )  # fmt: skip
-        marks = progress.open_boundaries if is_boundary else progress.open
+            session = self._chunk_session(prefix, items[-1].mark + 1)
+        run = Run(prefix, items, is_boundary, plan_number, session, is_repair=is_repair)
+        marks = prefix.progress.open_boundaries if is_boundary else prefix.progress.open
         marks.update(item.mark for item in items)
         self._runs.setdefault(session, []).append(run)
         if is_repair:
             run.state = RunState.LOCATING
-            self._wire.lookup(session, self._span(run)[1], now)
+            self._wire.lookup(session, run.span[1], now)
             self._count("repairs_started", 1)
         else:
-            run.call = self._wire.reserve(session, *self._span(run), now)
+            run.call = self._wire.reserve(session, *run.span, now)
 
-    def _chunk_session(self, progress: Progress, digests: PrefixDigests, chunks: int, salt: str) -> SessionId:
+    def _chunk_session(self, prefix: Prefix, chunks: int) -> SessionId:
+        progress, digests = prefix.progress, prefix.digests.chunks(chunks)
         if progress.session is None:
-            progress.session = self._wire.open(digests.chunks(chunks), salt)
+            progress.session = self._wire.open(digests, prefix.salt)
         else:
-            self._wire.extend(progress.session, digests.chunks(chunks)[progress.session_chunks :])
+            self._wire.extend(progress.session, digests[progress.session_chunks :])
         progress.session_chunks = max(progress.session_chunks, chunks)
         return progress.session
-
-    def _span(self, run: Run) -> tuple[int, int]:
-        """Objects [start, end) of the session's sequence that the run covers."""
-        if run.is_boundary:
-            return 0, len(run.items[0].name.pieces)
-        return run.items[0].mark, run.items[-1].mark + 1
 
     # --- the plan ---------------------------------------------------------------------------------------------------
 
@@ -446,10 +268,10 @@ class Stores:
         for item in run.items:
             if item.pinned:
                 continue
-            certificate = certify(self._pool, run.source, self._geometry, item.name.columns)
+            certificate = certify(self._pool, run.prefix.source, self._geometry, item.name.columns)
             if certificate is None or not self._pins.try_pin(certificate):
                 self._unpin(run.items)
-                if run.progress.ended or now > run.lease_until:
+                if run.prefix.progress.ended or now > run.lease_until:
                     self._count("slots_abandoned", len(run.items))
                     self._fail(run, now)
                 return
@@ -462,17 +284,13 @@ class Stores:
         Blocks with another owner help nobody, and pins of the last plans are about to be copied or given back anyway.
         """
         for run in self._all_runs():
-            waiting = run.state in (RunState.RESERVING, RunState.LOCATING, RunState.RESERVED)
-            if waiting and plan_number - run.plan_number > _PATIENCE_PLANS and self._holds_alone(run):
+            if run.awaits_copy and plan_number - run.plan_number > _PATIENCE_PLANS and run.holds_alone:
                 self._unpin(run.items)
-
-    def _holds_alone(self, run: Run) -> bool:
-        return any(page.block.ref_cnt == 1 for item in run.items if item.pinned for page in item.certificate.pages)
 
     def drop_undispatched_pins(self) -> None:
         """Give back every block that no worker reads yet: vLLM's cache is about to be reset."""
         for run in self._all_runs():
-            if run.state in (RunState.RESERVING, RunState.LOCATING, RunState.RESERVED):
+            if run.awaits_copy:
                 self._unpin(run.items)
 
     def _unpin(self, items: Sequence[Item]) -> None:
@@ -529,7 +347,7 @@ class Stores:
                 question = self._questions.pop(session)
                 self._wire.close(session, now)
                 self._missed(question.run, question.items, now)
-                self._close_if_ended(question.run.progress, now)
+                self._close_if_ended(question.run.prefix.progress, now)
             case CallFailed():
                 for run in [r for r in self._runs.get(event.session, ()) if r.call in (None, event.call)]:
                     self._count("store_calls_failed", 1)
@@ -543,7 +361,7 @@ class Stores:
         if run is None:
             return
         run.lease_until = event.lease_until
-        first = self._span(run)[0]
+        first = run.span[0]
         without: list[Item] = []
         kept: list[Item] = []
         for item in run.items:
@@ -566,12 +384,12 @@ class Stores:
         if run.is_boundary:
             sequence: Sequence[bytes] = items[0].name.pieces
         else:
-            sequence = run.digests.chunks(items[-1].mark + 1)
-        session = self._wire.open(sequence, run.salt)
-        self._questions[session] = _Question(run, items, session)
+            sequence = run.prefix.digests.chunks(items[-1].mark + 1)
+        session = self._wire.open(sequence, run.prefix.salt)
+        self._questions[session] = Question(run, items, session)
         self._wire.lookup(session, len(sequence), now)
 
-    def _answered(self, question: _Question, found: int, now: float) -> None:
+    def _answered(self, question: Question, found: int, now: float) -> None:
         run = question.run
         self._wire.close(question.session, now)
         missed: list[Item] = []
@@ -584,12 +402,12 @@ class Stores:
         if not run.is_boundary:
             self._note_evicted(run, question.items[-1].mark, found)
         self._missed(run, missed, now)
-        self._close_if_ended(run.progress, now)
+        self._close_if_ended(run.prefix.progress, now)
 
     def _note_evicted(self, run: Run, asked: int, found: int) -> None:
         """Chunks that were acknowledged once but are gone: they have to be stored again before any behind them."""
-        progress, chunk_tokens = run.progress, self._geometry.chunk_tokens
-        for digest in run.digests.chunks(asked)[found:]:
+        progress, chunk_tokens = run.prefix.progress, self._geometry.chunk_tokens
+        for digest in run.prefix.digests.chunks(asked)[found:]:
             self._known.gone(digest)
         evicted_from = found * chunk_tokens
         if evicted_from < progress.start_tokens and found not in progress.open:
@@ -608,7 +426,7 @@ class Stores:
             self._fail(run, now)
 
     def _located(self, run: Run, found: int, now: float) -> None:
-        start, end = self._span(run)
+        start, end = run.span
         if found < end:
             for item in run.items:
                 self._known.gone(item.name.digest)  # nothing to mend: it is stored like any other object next time
@@ -631,12 +449,13 @@ class Stores:
         self._end(run, now)
 
     def _acknowledge_item(self, run: Run, item: Item) -> None:
+        progress = run.prefix.progress
         self._known.acknowledge(item.name.digest)
         if run.is_boundary:
-            run.progress.open_boundaries.discard(item.mark)
+            progress.open_boundaries.discard(item.mark)
         else:
-            run.progress.open.discard(item.mark)
-            run.progress.acknowledge(item.mark, self._geometry.chunk_tokens)
+            progress.open.discard(item.mark)
+            progress.acknowledge(item.mark, self._geometry.chunk_tokens)
 
     def _fail(self, run: Run, now: float) -> None:
         if run.jobs:
@@ -647,7 +466,7 @@ class Stores:
 
     def _missed(self, run: Run, items: Sequence[Item], now: float) -> None:
         """Not stored, to be tried again a bounded number of times while the request lives."""
-        progress = run.progress
+        progress = run.prefix.progress
         for item in items:
             key = -item.mark if run.is_boundary else item.mark
             progress.attempts[key] = progress.attempts.get(key, 0) + 1
@@ -662,9 +481,9 @@ class Stores:
         runs.remove(run)
         if not runs:
             del self._runs[run.session]
-            if run.session != run.progress.session:
+            if run.session != run.prefix.progress.session:
                 self._wire.close(run.session, now)
-        self._close_if_ended(run.progress, now)
+        self._close_if_ended(run.prefix.progress, now)
 
     def request_ended(self, progress: Progress, now: float) -> None:
         """The request is gone; its runs go on, and the last of them closes its chunk session."""
@@ -688,13 +507,3 @@ class Stores:
         self._questions.clear()
         self._runs.clear()
         self._known.clear()
-
-
-def _split_repairs(items: list[Item], known: Known) -> Iterator[list[Item]]:
-    """Runs of ordinary objects, and each object to be mended in a run of its own."""
-    ordinary = [item for item in items if item.name.digest not in known.poisoned]
-    if ordinary:
-        yield ordinary
-    for item in items:
-        if item.name.digest in known.poisoned:
-            yield [item]

@@ -95,7 +95,7 @@ def watermark_on_lookup(patch: pytest.MonkeyPatch) -> None:
 
     def advancing(self: Any, source: Any, local_tokens: int) -> int | None:
         tokens = ask(self, source, local_tokens)
-        self._book[source.request_id].progress.num_stored_tokens = tokens or 0
+        self._book[source.request_id].prefix.progress.num_stored_tokens = tokens or 0
         return tokens
 
     patch.setattr(half.SchedulerHalf, "_matched_tokens", advancing)

@@ -7,7 +7,8 @@ import pytest
 from lmcache_mp_safe.contract import JobOutcome
 from lmcache_mp_safe.geometry.groups import Group, GroupKind
 from lmcache_mp_safe.scheduler.half import Role
-from lmcache_mp_safe.scheduler.stores import MAX_ATTEMPTS, RETRY_S, verified_tokens
+from lmcache_mp_safe.scheduler.progress import verified_tokens
+from lmcache_mp_safe.scheduler.stores import MAX_ATTEMPTS, RETRY_S
 from lmcache_mp_safe.testing.world import BLOCK, FULL, STATE, WINDOW, FakeRequest, World, prompt
 
 
