@@ -15,6 +15,15 @@ from lmcache_mp_safe.testing.server import LMCacheServer
 
 MakeSpec = Callable[..., EngineSpec]
 
+# An engine process takes ten seconds to start on an idle machine, and a minute and a half on a busy one.
+ENGINE_TIMEOUT_S = 400
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("engine") is not None:
+            item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_S))
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[LMCacheServer]:
