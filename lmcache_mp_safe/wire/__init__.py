@@ -5,6 +5,7 @@ Knows no request phase and no tensor of the model.
 
 from __future__ import annotations
 
+from lmcache_mp_safe.wire.config import WireConfig
 from lmcache_mp_safe.wire.events import (
     CallFailed,
     CallId,
@@ -19,7 +20,7 @@ from lmcache_mp_safe.wire.events import (
     SessionId,
     WireEvent,
 )
-from lmcache_mp_safe.wire.wire import Held, Wire, WireConfig
+from lmcache_mp_safe.wire.wire import Held, Wire
 
 __all__ = [
     "CallFailed",

@@ -7,20 +7,20 @@ comes, without the caller.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import logging
-import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lmcache_mp_safe.contract import PoolSegment
 from lmcache_mp_safe.errors import LocalError, ServerError
 from lmcache_mp_safe.ids import ServerEpoch
-from lmcache_mp_safe.wire.connecting import Connection, Maker, Target
+from lmcache_mp_safe.wire.calls import Call, Kind, Link
+from lmcache_mp_safe.wire.config import WireConfig
+from lmcache_mp_safe.wire.connecting import Maker, Target
 from lmcache_mp_safe.wire.events import (
     CallFailed,
     CallId,
@@ -50,63 +50,6 @@ _LATE_STATUS_PACE_S = 0.1
 _ORPHAN_S = 60.0
 _FIRST_BACKOFF_S = 0.5
 _SUFFIX_INTS = 2
-_FIRST_EPOCH = ServerEpoch(1)
-
-
-@dataclass(frozen=True)
-class WireConfig:
-    """How to reach the server. Times in seconds.
-
-    Attributes:
-        namespace: the model's name on the server.
-        object_bytes: size of every object; a multiple of 4096.
-        lookup_timeout_s: deadline of a lookup, its status questions included.
-        lease_s: age at which a reservation is over.
-        lock_time_s: age from which read locks are left to the server, which takes them back at 300 s (its
-            `--l1-read-ttl-seconds`).
-        max_unanswered_calls: no more are queued; when this many have timed out, the server is given up and a new client
-            made. LMCache's client thread is shared by the whole process and blocks after about a thousand.
-        first_epoch: number of the first epoch.
-    """
-
-    url: str
-    namespace: str
-    object_bytes: int
-    call_timeout_s: float = 10.0
-    lookup_timeout_s: float = 3.0
-    heartbeat_s: float = 10.0
-    lease_s: float = 60.0
-    lock_time_s: float = 240.0
-    connect_timeout_s: float = 10.0
-    backoff_max_s: float = 30.0
-    max_unanswered_calls: int = 256
-    first_epoch: ServerEpoch = _FIRST_EPOCH
-
-
-class _Kind(enum.Enum):
-    LOOKUP = enum.auto()
-    RETRIEVE = enum.auto()
-    RESERVE = enum.auto()
-    COMMIT = enum.auto()
-    SETTLE = enum.auto()  # free, end of a retrieve, end of a session: nobody waits for the answer
-
-
-@dataclass
-class _Call:
-    """A call that the server has not answered. `told`: its caller was told that it timed out."""
-
-    number: CallId
-    kind: _Kind
-    session: SessionId
-    future: Any
-    deadline: float
-    start: int = 0
-    end: int = 0
-    key: Any = None
-    sent: float = 0.0
-    acknowledged: bool = False  # LOOKUP: the lookup itself is; the future is a status question
-    ask_again_at: float = 0.0
-    told: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,22 +60,6 @@ class Held:
     locks: int
     retrieves: int
     unanswered: int
-
-
-@dataclass
-class _Link:
-    """The connection in use."""
-
-    connection: Connection
-    epoch: ServerEpoch
-    segment: PoolSegment
-    beat: Any = None
-    beat_deadline: float = 0.0
-    next_beat: float = 0.0
-    doubted: bool = False
-    late: int = 0  # calls in `open` that have timed out
-    uncommitted: set[CallId] = field(default_factory=set)  # reservations that were granted and not committed
-    open: dict[CallId, _Call] = field(default_factory=dict)
 
 
 class Wire:
@@ -152,7 +79,7 @@ class Wire:
         self._sessions: dict[SessionId, Session] = {}
         self._closing: dict[SessionId, Session] = {}
         self._events: list[WireEvent] = []
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._last_epoch = config.first_epoch
         self._making = False
         self._retry_at = 0.0
@@ -231,10 +158,10 @@ class Wire:
         self._closing.clear()
         self._maker.stop(deadline_s)
 
-    def _say_goodbye(self, link: _Link, deadline_s: float) -> None:
+    def _say_goodbye(self, link: Link, deadline_s: float) -> None:
         client, last = link.connection.client, None
         self._end_lookups(link, deadline_s)
-        reserved = bool(link.uncommitted) or any(call.kind is _Kind.RESERVE for call in link.open.values())
+        reserved = bool(link.uncommitted) or any(call.kind is Kind.RESERVE for call in link.open.values())
         for session in [*self._sessions.values(), *self._closing.values()]:
             if session.reading is not None:
                 client.commit_retrieve(session.reading, link.connection.instance)
@@ -248,10 +175,10 @@ class Wire:
         if last is not None:
             last.wait(min(deadline_s, 1.0))
 
-    def _end_lookups(self, link: _Link, deadline_s: float) -> None:
+    def _end_lookups(self, link: Link, deadline_s: float) -> None:
         """What a running lookup has locked can be freed only once its status was told."""
         end = time.monotonic() + deadline_s
-        for call in [call for call in link.open.values() if call.kind is _Kind.LOOKUP]:
+        for call in [call for call in link.open.values() if call.kind is Kind.LOOKUP]:
             session, future = self._session_of(call), call.future
             while session is not None and (left := end - time.monotonic()) > 0:
                 answer = _result(future) if future is not None and future.wait(left) else None
@@ -281,7 +208,7 @@ class Wire:
             return
         epoch = ServerEpoch(next(self._epochs))
         segment = PoolSegment(epoch, result.shm_name, result.pool.size, result.pool.inode)
-        self._link = _Link(result, epoch, segment, next_beat=now + self._config.heartbeat_s)
+        self._link = Link(result, epoch, segment, next_beat=now + self._config.heartbeat_s)
         self._last_epoch, self._backoff_s, self.why_down = epoch, _FIRST_BACKOFF_S, ""
         self._events.append(Connected(epoch, segment, result.server_chunk))
 
@@ -305,12 +232,12 @@ class Wire:
         self._down(why, now)
         self._retry_at = now
 
-    def _beat(self, link: _Link, now: float) -> None:
+    def _beat(self, link: Link, now: float) -> None:
         """Registering is the heartbeat: it proves our registration, which a ping does not, and heals a lost one."""
         if link.beat is None:
             if now < link.next_beat and not link.doubted:
                 return
-            if not self._still_the_pool(link):
+            if not link.is_still_mapped:
                 self._lose("its shared memory was replaced: the server restarted", now)
                 return
             payload = registration(link.connection.instance, self._config.namespace, self._config.object_bytes)
@@ -322,19 +249,12 @@ class Wire:
         elif now > link.beat_deadline:
             self._lose(f"no answer to a heartbeat for {self._config.call_timeout_s:g} s", now)
 
-    def _heard(self, link: _Link, now: float) -> None:
+    def _heard(self, link: Link, now: float) -> None:
         answer, link.beat = _result(link.beat), None
         link.next_beat = now + self._config.heartbeat_s
         same = getattr(answer, "shm_name", None), getattr(answer, "pool_size", None)
-        if same != (link.segment.name, link.segment.size) or not self._still_the_pool(link):
+        if same != (link.segment.name, link.segment.size) or not link.is_still_mapped:
             self._lose("another server answers at this address", now)
-
-    def _still_the_pool(self, link: _Link) -> bool:
-        pool = link.connection.pool
-        try:
-            return pool.is_alive and os.stat(pool.path).st_ino == pool.inode  # noqa: PTH116
-        except OSError:
-            return False
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -369,30 +289,30 @@ class Wire:
         else:
             self._closing.clear()
 
-    def _settle_closing(self, link: _Link, now: float) -> None:
+    def _settle_closing(self, link: Link, now: float) -> None:
         for session in list(self._closing.values()):
             if session.running or session.looking_up is not None:
                 continue  # its answers tell what has to be given back
-            if not self._has_room(link, 2 + len(session.locked)):
+            if not link.has_room(2 + len(session.locked), self._config.max_unanswered_calls):
                 return
             if session.reading is not None or session.locked:
                 self._give_back(link, session, now)
             elif session.after not in self._closing:
                 del self._closing[session.number]
                 if session.used:
-                    self._send(link, _Kind.SETTLE, session, link.connection.client.end_session(session.name), now)
+                    self._send(link, Kind.SETTLE, session, link.connection.client.end_session(session.name), now)
 
-    def _give_back(self, link: _Link, session: Session, now: float) -> None:
+    def _give_back(self, link: Link, session: Session, now: float) -> None:
         client = link.connection.client
         key, locked = session.reading, session.locked
         session.reading, session.locked = None, []
         if now - session.locked_at > self._config.lock_time_s:
             return  # the server took them back, and its counts are anonymous: a release would be another reader's
         if key is not None:
-            self._send(link, _Kind.SETTLE, session, client.commit_retrieve(key, link.connection.instance), now)
+            self._send(link, Kind.SETTLE, session, client.commit_retrieve(key, link.connection.instance), now)
         for part in locked:
             freed = client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1)
-            self._send(link, _Kind.SETTLE, session, freed, now)
+            self._send(link, Kind.SETTLE, session, freed, now)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -409,7 +329,7 @@ class Wire:
             raise LocalError(f"session {session} holds, or may hold, locks of an earlier lookup")
         key = self._key(link, found, 0, objects)
         call = self._send(
-            link, _Kind.LOOKUP, found, link.connection.client.lookup(key, 1), now, end=objects,
+            link, Kind.LOOKUP, found, link.connection.client.lookup(key, 1), now, end=objects,
             timeout_s=self._config.lookup_timeout_s,
         )  # fmt: skip
         found.looking_up = call.number
@@ -426,7 +346,7 @@ class Wire:
         found.unlock(start, end)
         key = self._key(link, found, start, end, unique=True)
         future = link.connection.client.prepare_retrieve(key, link.connection.instance)
-        return self._send(link, _Kind.RETRIEVE, found, future, now, start=start, end=end, key=key).number
+        return self._send(link, Kind.RETRIEVE, found, future, now, start=start, end=end, key=key).number
 
     def done_reading(self, session: SessionId, now: float) -> None:
         """End the open retrieve, which releases its locks; nothing without one."""
@@ -436,7 +356,7 @@ class Wire:
         key, found.reading = found.reading, None
         if now - found.locked_at <= self._config.lock_time_s:
             future = link.connection.client.commit_retrieve(key, link.connection.instance)
-            self._send(link, _Kind.SETTLE, found, future, now)
+            self._send(link, Kind.SETTLE, found, future, now)
 
     def free(self, session: SessionId, start: int, end: int, now: float) -> None:
         """Release locks that are still held on [start, end)."""
@@ -447,7 +367,7 @@ class Wire:
         if now - found.locked_at > self._config.lock_time_s:
             return
         future = link.connection.client.free_lookup_locks(self._key(link, found, start, end), 1)
-        self._send(link, _Kind.SETTLE, found, future, now)
+        self._send(link, Kind.SETTLE, found, future, now)
 
     def reserve(self, session: SessionId, start: int, end: int, now: float) -> CallId:
         """Ask for slots for the objects [start, end). Answer: `Reserved`."""
@@ -456,7 +376,7 @@ class Wire:
             return self._fail_at_once(session)
         key = self._key(link, found, start, end, unique=True)
         future = link.connection.client.prepare_store(key, link.connection.instance)
-        return self._send(link, _Kind.RESERVE, found, future, now, start=start, end=end, key=key).number
+        return self._send(link, Kind.RESERVE, found, future, now, start=start, end=end, key=key).number
 
     def commit(self, session: SessionId, reserve_call: CallId, now: float) -> CallId:
         """Publish everything in the slots of a reservation. Answer: `Committed`.
@@ -472,14 +392,12 @@ class Wire:
         if now > lease_until:
             raise LocalError(f"commit of reservation {reserve_call} after its lease")
         future = link.connection.client.commit_store(key, link.connection.instance, b"")
-        return self._send(link, _Kind.COMMIT, found, future, now, start=reserve_call).number
+        return self._send(link, Kind.COMMIT, found, future, now, start=reserve_call).number
 
-    def _usable(self, session: SessionId) -> tuple[Session | None, _Link | None]:
+    def _usable(self, session: SessionId) -> tuple[Session | None, Link | None]:
         link = self._link
-        return self._sessions.get(session), link if link is not None and self._has_room(link, 1) else None
-
-    def _has_room(self, link: _Link, calls: int) -> bool:
-        return len(link.open) + calls <= self._config.max_unanswered_calls
+        usable = link is not None and link.has_room(1, self._config.max_unanswered_calls)
+        return self._sessions.get(session), link if usable else None
 
     def _fail_at_once(self, session: SessionId) -> CallId:
         call = CallId(next(self._numbers))
@@ -487,7 +405,7 @@ class Wire:
         self._events.append(CallFailed(call, session, FailureKind.LOST, why))
         return call
 
-    def _key(self, link: _Link, session: Session, start: int, end: int, *, unique: bool = False) -> Any:
+    def _key(self, link: Link, session: Session, start: int, end: int, *, unique: bool = False) -> Any:
         chunk = link.connection.server_chunk
         suffix = [secrets.randbits(31) for _ in range(_SUFFIX_INTS)] if unique else []
         tokens = session.tokens(end, chunk)
@@ -497,8 +415,8 @@ class Wire:
 
     def _send(
         self,
-        link: _Link,
-        kind: _Kind,
+        link: Link,
+        kind: Kind,
         session: Session,
         future: Any,
         now: float,
@@ -507,10 +425,10 @@ class Wire:
         end: int = 0,
         key: Any = None,
         timeout_s: float | None = None,
-    ) -> _Call:
+    ) -> Call:
         number = CallId(next(self._numbers))
         deadline = now + (self._config.call_timeout_s if timeout_s is None else timeout_s)
-        call = _Call(number, kind, session.number, future, deadline, start, end, key, sent=now)
+        call = Call(number, kind, session.number, future, deadline, start, end, key, sent=now)
         link.open[number] = call
         session.used = True
         session.running.add(number)
@@ -518,10 +436,10 @@ class Wire:
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def _session_of(self, call: _Call) -> Session | None:
+    def _session_of(self, call: Call) -> Session | None:
         return self._sessions.get(call.session) or self._closing.get(call.session)
 
-    def _advance(self, link: _Link, call: _Call, now: float) -> None:
+    def _advance(self, link: Link, call: Call, now: float) -> None:
         if call.future is None:
             if now >= call.ask_again_at:
                 self._ask_status(link, call)
@@ -530,7 +448,7 @@ class Wire:
         if call.number in link.open and now > call.deadline:
             self._late(link, call, now)
 
-    def _late(self, link: _Link, call: _Call, now: float) -> None:
+    def _late(self, link: Link, call: Call, now: float) -> None:
         session = self._session_of(call)
         if not call.told:
             self._tell(call, CallFailed(call.number, call.session, FailureKind.TIMEOUT, f"{call.kind.name} timed out"))
@@ -538,17 +456,17 @@ class Wire:
             link.late += 1
             if session is not None:
                 session.running.discard(call.number)
-        elif call.kind is _Kind.LOOKUP and now > call.deadline + _ORPHAN_S:
+        elif call.kind is Kind.LOOKUP and now > call.deadline + _ORPHAN_S:
             self._forget(link, call)
 
-    def _answered(self, link: _Link, call: _Call, now: float) -> None:
+    def _answered(self, link: Link, call: Call, now: float) -> None:
         try:
             answer = call.future.result(0)
-            if call.kind is _Kind.LOOKUP and not call.acknowledged:
+            if call.kind is Kind.LOOKUP and not call.acknowledged:
                 call.acknowledged = True
                 self._ask_status(link, call)
                 return
-            if call.kind is _Kind.LOOKUP and answer is None:
+            if call.kind is Kind.LOOKUP and answer is None:
                 call.future = None
                 call.ask_again_at = now + (_LATE_STATUS_PACE_S if call.told else _STATUS_PACE_S)
                 return
@@ -560,12 +478,12 @@ class Wire:
             self._forget(link, call)
             self._tell(call, CallFailed(call.number, call.session, FailureKind.REFUSED, repr(error)))
 
-    def _ask_status(self, link: _Link, call: _Call) -> None:
+    def _ask_status(self, link: Link, call: Call) -> None:
         session = self._session_of(call)
         assert session is not None
         call.future = link.connection.client.query_prefetch_status(session.name)
 
-    def _take(self, link: _Link, call: _Call, answer: Any, now: float) -> None:
+    def _take(self, link: Link, call: Call, answer: Any, now: float) -> None:
         """A final answer. What was told to be lost is settled, not told again.
 
         Raises:
@@ -573,13 +491,13 @@ class Wire:
         """
         session = self._session_of(call)
         size, pool = self._config.object_bytes, link.segment.size
-        if call.kind in (_Kind.RETRIEVE, _Kind.RESERVE) and not link.connection.pool.is_alive:
+        if call.kind in (Kind.RETRIEVE, Kind.RESERVE) and not link.connection.pool.is_alive:
             self._lose("its shared memory was replaced: the server restarted", now)
-        elif call.kind is _Kind.LOOKUP:
+        elif call.kind is Kind.LOOKUP:
             self._take_lookup(link, call, answer, session, now)
-        elif call.kind is _Kind.RETRIEVE:
+        elif call.kind is Kind.RETRIEVE:
             self._take_retrieve(link, call, answer, session, now)
-        elif call.kind is _Kind.RESERVE:
+        elif call.kind is Kind.RESERVE:
             link.uncommitted.add(call.number)
             offsets = reserved_offsets(answer.context, call.start, call.end, size, pool)
             lease_until = call.sent + self._config.lease_s
@@ -588,14 +506,14 @@ class Wire:
             if session is not None and not call.told and offsets:
                 session.reservations[call.number] = (call.key, lease_until)
             self._finish(link, call, Reserved(call.number, call.session, call.start, offsets, lease_until))
-        elif call.kind is _Kind.COMMIT:
+        elif call.kind is Kind.COMMIT:
             if answer is True:
                 link.uncommitted.discard(CallId(call.start))
             self._finish(link, call, Committed(call.number, call.session, answer is True))
         else:
             self._forget(link, call)
 
-    def _take_lookup(self, link: _Link, call: _Call, answer: Any, session: Session | None, now: float) -> None:
+    def _take_lookup(self, link: Link, call: Call, answer: Any, session: Session | None, now: float) -> None:
         try:
             found = found_objects(answer, call.end)
         except ServerError:
@@ -609,7 +527,7 @@ class Wire:
                 self._give_back(link, session, now)
         self._finish(link, call, LookupAnswered(call.number, call.session, found))
 
-    def _take_retrieve(self, link: _Link, call: _Call, answer: Any, session: Session | None, now: float) -> None:
+    def _take_retrieve(self, link: Link, call: Call, answer: Any, session: Session | None, now: float) -> None:
         if not answer.success:
             # The server released these locks itself: freeing them as well would strip other readers.
             self._finish(link, call, CallFailed(call.number, call.session, FailureKind.REFUSED, "not readable"))
@@ -618,18 +536,18 @@ class Wire:
             session = Session(call.session, "", "")  # closed without waiting: only the commit is owed
         if call.told and not session.closing:
             client = link.connection.client
-            self._send(link, _Kind.SETTLE, session, client.commit_retrieve(call.key, link.connection.instance), now)
+            self._send(link, Kind.SETTLE, session, client.commit_retrieve(call.key, link.connection.instance), now)
         else:
             session.reading = call.key
         count = call.end - call.start
         offsets = retrieved_offsets(answer.context, count, self._config.object_bytes, link.segment.size)
         self._finish(link, call, Retrieved(call.number, call.session, offsets))
 
-    def _finish(self, link: _Link, call: _Call, event: SessionEvent) -> None:
+    def _finish(self, link: Link, call: Call, event: SessionEvent) -> None:
         self._forget(link, call)
         self._tell(call, event)
 
-    def _forget(self, link: _Link, call: _Call) -> None:
+    def _forget(self, link: Link, call: Call) -> None:
         if link.open.pop(call.number, None) is not None and call.told:
             link.late -= 1
         session = self._session_of(call)
@@ -638,9 +556,9 @@ class Wire:
             if session.looking_up == call.number:
                 session.looking_up = None
 
-    def _tell(self, call: _Call, event: SessionEvent) -> None:
+    def _tell(self, call: Call, event: SessionEvent) -> None:
         """Only open sessions have somebody who waits, and nobody is told twice."""
-        if call.session in self._sessions and call.kind is not _Kind.SETTLE and not call.told:
+        if call.session in self._sessions and call.kind is not Kind.SETTLE and not call.told:
             self._events.append(event)
 
 
