@@ -29,7 +29,7 @@ from lmcache_mp_safe.scheduler.objects import ModelObjects
 from lmcache_mp_safe.scheduler.phases import Phase
 from lmcache_mp_safe.scheduler.progress import Prefix, Progress, Source
 from lmcache_mp_safe.scheduler.stores import Stores
-from lmcache_mp_safe.wire import Connected, Lost, Wire
+from lmcache_mp_safe.wire import Connected, Lost, Wire, WireEvent
 
 logger = logging.getLogger(__name__)
 
@@ -454,13 +454,13 @@ class SchedulerHalf:
             elif isinstance(event, Connected):
                 logger.info("LMCache server is up: epoch %d, pool %s", event.epoch, event.segment.name)
             elif live.hits.owns(event.session):
-                self._guarded(lambda event=event: live.hits.handle(event, now))  # type: ignore[misc]
+                self._feed(live.hits.handle, event, now)
             elif live.stores.owns(event.session):
-                self._guarded(lambda event=event: live.stores.handle(event, now))  # type: ignore[misc]
+                self._feed(live.stores.handle, event, now)
 
-    def _guarded(self, handle: Callable[[], None]) -> None:
+    def _feed(self, handle: Callable[[WireEvent, float], None], event: WireEvent, now: float) -> None:
         try:
-            handle()
+            handle(event, now)
         except Exception:
             # The request that waits for this answer times out into a miss.
             self._count("internal_errors", 1)

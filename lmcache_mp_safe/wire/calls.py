@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +62,6 @@ class Link:
         """Whether the mapped pool is the one that has the server's name for it by now."""
         pool = self.connection.pool
         try:
-            return pool.is_alive and os.stat(pool.path).st_ino == pool.inode  # noqa: PTH116
+            return pool.is_alive and pool.path.stat().st_ino == pool.inode
         except OSError:
             return False
