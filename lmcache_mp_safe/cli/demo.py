@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from lmcache_mp_safe.testing.engine import Engine, EngineSpec, EngineStuckError, Speculation
@@ -110,6 +110,12 @@ def _progress(console: Console) -> Iterator[Progress]:
         yield progress
 
 
+def _say(progress: Progress, task: TaskID, arm: str, what: str) -> None:
+    progress.update(task, description=f"{arm:<6} {what}")
+    if not progress.console.is_terminal:  # there the bars are drawn only at the end
+        progress.console.print(f"{arm}: {what}")
+
+
 def _spec(arm: Speculation, model: Path, server: LMCacheServer, connector: Any) -> EngineSpec:
     return EngineSpec(
         str(model),
@@ -134,28 +140,28 @@ def _run_arm(
     except (EngineDiedError, EngineCallError, EngineStuckError, ValueError) as error:
         result.failure = str(error)
     result.seconds = time.monotonic() - started
-    progress.update(task, description=f"{arm:<6} done")
+    _say(progress, task, arm, "done")
     return result
 
 
 def _first_engine(
-    spec: EngineSpec, arm: Speculation, options: DemoOptions, result: ArmResult, progress: Progress, task: Any
+    spec: EngineSpec, arm: Speculation, options: DemoOptions, result: ArmResult, progress: Progress, task: TaskID
 ) -> list[Turn]:
     with EngineProcess(spec) as engine:
-        progress.update(task, description=f"{arm:<6} recomputing")
+        _say(progress, task, arm, "recomputing")
         # Salts of this arm alone: what one arm stored is no hit of another.
         turns = recompute(engine, conversations_of(options), options.max_tokens, salt=f"reference-{arm}")
         progress.advance(task, len(turns))
-        progress.update(task, description=f"{arm:<6} external hits")
+        _say(progress, task, arm, "external hits")
         result.report = check_external(engine, turns, salt=f"{_SALT}-{arm}", progress=lambda *_: progress.advance(task))
         _note_leaks(engine, "first engine", result)
     return turns
 
 
 def _second_engine(
-    spec: EngineSpec, arm: Speculation, turns: Sequence[Turn], result: ArmResult, progress: Progress, task: Any
+    spec: EngineSpec, arm: Speculation, turns: Sequence[Turn], result: ArmResult, progress: Progress, task: TaskID
 ) -> None:
-    progress.update(task, description=f"{arm:<6} second engine")
+    _say(progress, task, arm, "second engine")
     with EngineProcess(spec, environment={"PYTHONHASHSEED": None}) as engine:
         result.second = check_external(engine, turns, salt=f"{_SALT}-{arm}", progress=lambda *_: progress.advance(task))
         _note_leaks(engine, "second engine", result)
