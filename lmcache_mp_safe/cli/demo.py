@@ -30,6 +30,7 @@ from lmcache_mp_safe.testing.server import LMCacheServer
 ARMS: tuple[Speculation, ...] = ("none", "ngram", "mtp")
 
 _SALT = "demo"
+_LOG_COLUMNS = 120  # where there is no terminal to ask
 # A step takes a little more than one block of 640 tokens, or several: recurrent states are left at different places.
 _STEP_TOKENS = 1300
 
@@ -85,6 +86,8 @@ class ArmResult:
 def run_demo(options: DemoOptions) -> int:
     """Run all arms; returns the exit status."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_LOG_COLUMNS)
     with tempfile.TemporaryDirectory(prefix="lmcache-mp-safe-demo-") as folder:
         model = write_model("hybrid", Path(folder) / "model")
         with LMCacheServer(l1_size_gb=1) as server, _progress(console) as progress:
