@@ -428,7 +428,6 @@ def test_a_short_stop_is_a_late_answer_and_leaves_no_lock(server: LMCacheServer)
     driver.wire.shutdown(2.0)
 
 
-@pytest.mark.xfail(strict=True, reason="a closed client's queue lingers and is delivered to the next server")
 def test_what_was_queued_for_a_dead_server_does_not_reach_the_next_one(server: LMCacheServer) -> None:
     driver = Driver(server.url, heartbeat_s=1.0, call_timeout_s=2.0)
     driver.connect()
