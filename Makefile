@@ -31,7 +31,7 @@ $(NEW)/.requirements $(OLD)/.requirements:
 	touch $@
 
 # setuptools is in the locks, so the build needs no environment of its own.
-%/.package: %/.requirements pyproject.toml setup.py
+%/.package: %/.requirements pyproject.toml setup.py $(wildcard csrc/*.* csrc/kernels/*)
 	$*/bin/pip install $(PIP_FLAGS) --no-build-isolation --editable .
 	touch $@
 

@@ -49,7 +49,9 @@ class SafeConfig:
         lease_s: a reservation older than this is abandoned; keep it well below the server's write lock time (600 s).
         hold_s: a promised hit that vLLM has not admitted after this time is released and looked up again.
         weights_id: names the weights, so that `reset_cache` after a weight update may keep sharing.
-        backend: how pages are copied: `auto`, or the name of one backend, which then must work.
+        backend: how pages are copied: `auto`, or the name of one backend (`csrc`, `cupy`, `reference`), which then must
+            work.
+        staging_bytes: GPU memory a rank spends on gathering short pages; `lmcache.mp.safe.staging_mib`.
         require_server: whether vLLM's start fails when the server cannot be used at that moment.
         connect_timeout_s: how long the start waits for the server.
     """
@@ -69,6 +71,7 @@ class SafeConfig:
     hold_s: float = 60.0
     weights_id: str = ""
     backend: str = "auto"
+    staging_bytes: int = 32 * _MIB
     require_server: bool = True
     connect_timeout_s: float = 10.0
 
@@ -96,6 +99,13 @@ def _whole(low: int, high: int) -> Callable[[str, Any], int]:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ConfigError(f"{key} must be a whole number from {low} to {high}, not {value!r}")
         return value
+
+    return parse
+
+
+def _mebibytes(low: int, high: int) -> Callable[[str, Any], int]:
+    def parse(key: str, value: Any) -> int:
+        return _whole(low, high)(key, value) * _MIB
 
     return parse
 
@@ -129,6 +139,7 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     OURS + "hold_s": ("hold_s", _seconds),
     OURS + "weights_id": ("weights_id", _text),
     OURS + "backend": ("backend", _text),
+    OURS + "staging_mib": ("staging_bytes", _mebibytes(1, 4096)),
     OURS + "require_server": ("require_server", _boolean),
     OURS + "connect_timeout_s": ("connect_timeout_s", _seconds),
 }

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 # Part of every digest and namespace: a change of the payload, the seal or the digests must change it.
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
 
 _DIGEST_BYTES = 32
 _SLUG_CHARACTERS = 40

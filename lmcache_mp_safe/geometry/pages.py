@@ -16,7 +16,11 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lmcache_mp_safe.contract import RankLayout
 from lmcache_mp_safe.errors import ConfigError
@@ -67,6 +71,21 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class SegmentTable:
+    """The segments of all layers of a group in payload order, one array of shape (segments,) a field of `Segment`."""
+
+    buffer: NDArray[np.int64]
+    offset: NDArray[np.int64]
+    stride: NDArray[np.int64]
+    length: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer]) -> SegmentTable:
+        rows = [(s.buffer, s.offset, s.stride, s.length) for layer in layers for s in layer.segments]
+        return cls(*np.array(rows, dtype=np.int64).reshape(len(rows), 4).T)
+
+
+@dataclass(frozen=True)
 class PageLayout:
     """Layers of each KV cache group on this rank, in payload order.
 
@@ -80,6 +99,10 @@ class PageLayout:
     @property
     def group_page_bytes(self) -> tuple[int, ...]:
         return tuple(sum(layer.page_bytes for layer in layers) for layers in self.groups)
+
+    @cached_property
+    def segment_tables(self) -> tuple[SegmentTable, ...]:
+        return tuple(SegmentTable.of(layers) for layers in self.groups)
 
     @property
     def digest(self) -> bytes:

@@ -19,8 +19,8 @@ from lmcache_mp_safe.errors import ServerError
 from lmcache_mp_safe.geometry.payload import SEAL_BYTES
 
 MAGIC = b"LMSAFE\x00\x01"
-# Names the payload checksum, too: 1 is XXH3-64 over the payload in order.
-VERSION = 1
+# Names the payload checksum, too: 2 is that of `geometry/checksum.py`.
+VERSION = 2
 
 _BODY = struct.Struct("<8sHHHH16s32sQQ16s")
 _CHECK = struct.Struct("<Q")

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lmcache_mp_safe.contract import SKIP
 from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.geometry.pages import PageLayout
+
+Integers = NDArray[np.int64]
 
 
 class Span(NamedTuple):
@@ -26,7 +32,34 @@ class Span(NamedTuple):
     length: int
 
 
-def spans(blocks: Sequence[Sequence[int]], layout: PageLayout, capacity: int) -> list[Span]:
+@dataclass(frozen=True)
+class Spans:
+    """Spans of a payload in order, one array of shape (n,) a field of `Span`: an object can have thousands of them, and
+    they are computed while the engine waits for the interpreter."""
+
+    buffer: Integers
+    page_offset: Integers
+    piece: Integers
+    piece_offset: Integers
+    length: Integers
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> Self:
+        columns = np.array(spans, dtype=np.int64).reshape(len(spans), len(Span._fields)).T
+        return cls(*columns)
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def __iter__(self) -> Iterator[Span]:
+        return map(Span._make, zip(*(getattr(self, field.name).tolist() for field in fields(self)), strict=True))
+
+    def of_piece(self, piece: int) -> Self:
+        first, end = np.searchsorted(self.piece, [piece, piece + 1])
+        return type(self)(*(getattr(self, field.name)[first:end] for field in fields(self)))
+
+
+def spans(blocks: Sequence[Sequence[int]], layout: PageLayout, capacity: int) -> Spans:
     """The payload of an object in order, in the longest runs: group, layer, segment, block.
 
     Args:
@@ -38,41 +71,47 @@ def spans(blocks: Sequence[Sequence[int]], layout: PageLayout, capacity: int) ->
     """
     if capacity <= 0:
         raise LocalError(f"a slice with room for {capacity} payload bytes can hold no payload")
-    found: list[Span] = []
-    for span in _cut(_pages(blocks, layout), capacity):
-        if found and _continues(found[-1], span):
-            found[-1] = found[-1]._replace(length=found[-1].length + span.length)
-        else:
-            found.append(span)
-    return found
+    buffer, offset, length = _merged(*_pages(blocks, layout))
+    return _cut(buffer, offset, length, capacity)
 
 
-def _pages(blocks: Sequence[Sequence[int]], layout: PageLayout) -> Iterator[tuple[int, int, int]]:
-    """(buffer, offset or SKIP, length) of every page segment in payload order."""
-    for ids, layers in zip(blocks, layout.groups, strict=True):
-        for layer in layers:
-            for segment in layer.segments:
-                for block in ids:
-                    offset = SKIP if block == SKIP else segment.offset + block * segment.stride
-                    yield segment.buffer, offset, segment.length
+def _pages(blocks: Sequence[Sequence[int]], layout: PageLayout) -> tuple[Integers, Integers, Integers]:
+    """Buffer, offset or SKIP, and length of every page segment in payload order."""
+    columns: list[tuple[Integers, Integers, Integers]] = []
+    for ids, segments in zip(blocks, layout.segment_tables, strict=True):
+        wanted = np.asarray(ids, dtype=np.int64)
+        start = segments.offset[:, None] + wanted * segments.stride[:, None]
+        start[:, wanted == SKIP] = SKIP
+        repeat = len(wanted)
+        columns.append((segments.buffer.repeat(repeat), start.ravel(), segments.length.repeat(repeat)))
+    buffer, offset, length = zip(*columns, strict=True)
+    return np.concatenate(buffer), np.concatenate(offset), np.concatenate(length)
 
 
-def _cut(pages: Iterator[tuple[int, int, int]], capacity: int) -> Iterator[Span]:
+def _merged(buffer: Integers, offset: Integers, length: Integers) -> tuple[Integers, Integers, Integers]:
+    """Neighbours in the payload that are neighbours in memory, or are both not wanted, become one run."""
+    if not len(length):
+        return buffer, offset, length
+    skipped = offset == SKIP
+    adjacent = ~skipped[:-1] & ~skipped[1:] & (offset[:-1] + length[:-1] == offset[1:])
+    continues = (skipped[:-1] & skipped[1:]) | (adjacent & (buffer[:-1] == buffer[1:]))
+    first = np.concatenate([[0], np.flatnonzero(~continues) + 1])
+    # Where a run is not wanted, its buffer means nothing.
+    return np.where(skipped[first], 0, buffer[first]), offset[first], np.add.reduceat(length, first)
+
+
+def _cut(buffer: Integers, offset: Integers, length: Integers, capacity: int) -> Spans:
     """Cut the payload into pieces."""
-    position = 0
-    for buffer, start, total in pages:
-        done = 0
-        while done < total:
-            piece, piece_offset = divmod(position, capacity)
-            length = min(total - done, capacity - piece_offset)
-            yield Span(buffer, SKIP if start == SKIP else start + done, piece, piece_offset, length)
-            done += length
-            position += length
-
-
-def _continues(before: Span, after: Span) -> bool:
-    if before.piece != after.piece:
-        return False
-    if SKIP in (before.page_offset, after.page_offset):
-        return before.page_offset == after.page_offset
-    return before.buffer == after.buffer and before.page_offset + before.length == after.page_offset
+    end = np.cumsum(length)
+    total = int(end[-1]) if len(end) else 0
+    start = end - length
+    cut = np.union1d(start, np.arange(0, total, capacity, dtype=np.int64))
+    run = np.searchsorted(start, cut, side="right") - 1
+    into = cut - start[run]
+    return Spans(
+        buffer=buffer[run],
+        page_offset=np.where(offset[run] == SKIP, SKIP, offset[run] + into),
+        piece=cut // capacity,
+        piece_offset=cut % capacity,
+        length=np.diff(cut, append=total),
+    )

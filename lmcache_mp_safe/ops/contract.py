@@ -7,10 +7,12 @@ after its fence. On a CPU, where everything runs inline, both are passed as soon
 Memory: a backend reads and writes buffers and slots until a copy's completion is done; whoever gave them keeps them
 alive and unchanged until then.
 
-Failures: a copy that raises has queued nothing. One that fails later is *done*, too, and its checksums raise.
+Failures: of a copy that raises nothing is under way. One that fails later is *done*, too, and its checksums raise.
 
-Checksums: which algorithm it is, the seal's version names (`geometry/seal.py`): today XXH3-64 over a piece's payload in
-order. One that a device computes in parallel would be another version.
+Checksums: that of `geometry/checksum.py` over each piece's payload.
+
+Threads: fences, `hold_compute` and everything that only asks belong to the thread that runs the model. Copies are
+submitted by one thread at a time, which may be another one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache_mp_safe.geometry.spans import Span
+from lmcache_mp_safe.geometry.spans import Spans
 
 Bytes = NDArray[np.uint8]
 
@@ -45,7 +47,8 @@ class Completion(Protocol):
 
     @property
     def checksums(self) -> tuple[int, ...]:
-        """Checksum of the payload of each piece, in order; only once done.
+        """Checksum of the payload of each piece, in order; only once done. 0 for a piece that is not wanted, and for
+        all pieces where none was asked for.
 
         Of a copy out: of the bytes in the pages, which the slots must then hold. Taken from the slots it would vouch
         for whatever another writer of the slot puts there in between. Of a copy in: of the bytes that arrived in the
@@ -54,6 +57,19 @@ class Completion(Protocol):
         Raises:
             Exception: the copy failed.
         """
+
+
+class SlotMemory(Protocol):
+    """A mapped pool, as the backend prepares it for copies."""
+
+    def make_ready(self, offset: int, size: int) -> None:
+        """Prepare these bytes, which must have memory behind them. Takes milliseconds the first time, nothing later.
+
+        Never raises: where they cannot be prepared, copies are slower.
+        """
+
+    def release(self) -> None:
+        """Undo it all. No copy may be under way any more."""
 
 
 class Backend(Protocol):
@@ -65,18 +81,21 @@ class Backend(Protocol):
     def record_fence(self) -> Fence:
         """A fence behind everything that is queued on the compute stream by now."""
 
-    def copy_out(self, spans: Sequence[Span], slots: Sequence[Bytes | None], after: Fence) -> Completion:
+    def adopt(self, memory: Bytes) -> SlotMemory:
+        """Memory that slots will be views of."""
+
+    def copy_out(self, spans: Spans, slots: Sequence[Bytes | None], after: Fence) -> Completion:
         """Pages into slots, once the fence has passed. `slots[i]` is piece i; None: that piece is not wanted.
 
         Raises:
-            Exception: nothing was queued.
+            Exception: nothing is under way.
         """
 
-    def copy_in(self, spans: Sequence[Span], slots: Sequence[Bytes], after: Fence) -> Completion:
-        """Slots into pages, once the fence has passed.
+    def copy_in(self, spans: Spans, slots: Sequence[Bytes], after: Fence, *, checked: bool) -> Completion:
+        """Slots into pages, once the fence has passed; with checksums if `checked`.
 
         Raises:
-            Exception: nothing was queued.
+            Exception: nothing is under way.
         """
 
     def hold_compute(self, until: Completion) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import xxhash
-
 from lmcache_mp_safe.contract import SKIP
 from lmcache_mp_safe.errors import LocalError
-from lmcache_mp_safe.geometry.spans import Span
-from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence
+from lmcache_mp_safe.geometry.checksum import PayloadChecksum
+from lmcache_mp_safe.geometry.spans import Span, Spans
+from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence, SlotMemory
 
 
 class InlineFence:
@@ -28,43 +27,57 @@ class InlineCompletion:
         return True
 
 
+class PlainMemory:
+    """Memory that a CPU can copy as it is."""
+
+    def make_ready(self, offset: int, size: int) -> None:
+        """Nothing to prepare."""
+
+    def release(self) -> None:
+        """Nothing was prepared."""
+
+
 class ReferenceBackend:
     """Backend over flat uint8 arrays. Every span is checked before the first byte is written."""
 
     name = "reference"
 
     def __init__(self, buffers: Sequence[Bytes], why: str) -> None:
-        self._buffers = list(buffers)
+        self.buffers = list(buffers)
         self.why = why
 
     def record_fence(self) -> Fence:
         return InlineFence()
 
-    def copy_out(self, spans: Sequence[Span], slots: Sequence[Bytes | None], after: Fence) -> Completion:
+    def adopt(self, memory: Bytes) -> SlotMemory:
+        return PlainMemory()
+
+    def copy_out(self, spans: Spans, slots: Sequence[Bytes | None], after: Fence) -> Completion:
         _require(after)
         runs = [(self._pages(span), _payload(slots[span.piece], span), span.piece) for span in spans]
-        states = [xxhash.xxh3_64() for _ in slots]
+        states = [PayloadChecksum() for _ in slots]
         for pages, payload, piece in runs:
             if payload is not None:
                 payload[:] = pages
-                states[piece].update(pages.data)
-        return InlineCompletion(tuple(state.intdigest() for state in states))
+                states[piece].update(pages)
+        return InlineCompletion(
+            tuple(0 if slot is None else state.intdigest() for slot, state in zip(slots, states, strict=True))
+        )
 
-    def copy_in(self, spans: Sequence[Span], slots: Sequence[Bytes], after: Fence) -> Completion:
+    def copy_in(self, spans: Spans, slots: Sequence[Bytes], after: Fence, *, checked: bool) -> Completion:
         _require(after)
         runs = [
             (None if span.page_offset == SKIP else self._pages(span), _payload(slots[span.piece], span), span.piece)
             for span in spans
         ]
-        states = [xxhash.xxh3_64() for _ in slots]
+        states = [PayloadChecksum() for _ in slots]
         for pages, payload, piece in runs:
             assert payload is not None
-            if pages is None:
-                states[piece].update(payload.data)
-                continue
-            pages[:] = payload
-            states[piece].update(pages.data)  # what arrived, not what was sent
-        return InlineCompletion(tuple(state.intdigest() for state in states))
+            if pages is not None:
+                pages[:] = payload
+            if checked:
+                states[piece].update(payload if pages is None else pages)  # what arrived, not what was sent
+        return InlineCompletion(tuple(state.intdigest() if checked else 0 for state in states))
 
     def hold_compute(self, until: Completion) -> None:
         if not until.done():
@@ -74,7 +87,7 @@ class ReferenceBackend:
         """Inline copies are over already."""
 
     def _pages(self, span: Span) -> Bytes:
-        pages = self._buffers[span.buffer][span.page_offset : span.page_offset + span.length]
+        pages = self.buffers[span.buffer][span.page_offset : span.page_offset + span.length]
         if span.page_offset < 0 or len(pages) != span.length:
             raise LocalError(f"span {span} lies outside of its buffer")
         return pages

@@ -72,7 +72,7 @@ def audit(engine: Engine) -> Audit:
 
 
 def _pages(worker: Any, blocks: _Blocks) -> _Pages:
-    buffers = worker._backend._buffers
+    buffers = worker._backend.buffers
     found = []
     for ids, layers in zip(blocks, worker._pages.groups, strict=True):
         for block in ids:

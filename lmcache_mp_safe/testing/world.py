@@ -34,7 +34,11 @@ class FakeBlock:
 
 
 class FakePool:
-    """vLLM's block pool in small: a freed block keeps its hash until it is handed out again."""
+    """vLLM's block pool in small: a freed block keeps its hash until it is handed out again.
+
+    Attributes:
+        reuses_at_once: hands out the block that was freed last, where vLLM takes the one that was freed first.
+    """
 
     def __init__(self, total_blocks: int) -> None:
         self.total_blocks = total_blocks
@@ -42,6 +46,7 @@ class FakePool:
         self.blocks[0].is_null = True
         self.free = self.blocks[1:]
         self.cached: dict[tuple[Any, int], FakeBlock] = {}
+        self.reuses_at_once = False
 
     def find(self, block_hash: Any, group: int) -> FakeBlock | None:
         return self.cached.get((block_hash, group))
@@ -60,7 +65,7 @@ class FakePool:
                 self.free.append(block)
 
     def take(self) -> FakeBlock:
-        block = self.free.pop(0)
+        block = self.free.pop(-1 if self.reuses_at_once else 0)
         self.uncache(block)
         block.ref_cnt = 1
         return block
@@ -130,6 +135,7 @@ class World:
         role: Role | None = None,
         wire: FakeWire | None = None,
         margin_tokens: int = 0,
+        layouts: Sequence[RankLayout] | None = None,
         **settings: Any,
     ) -> None:
         self.now = 1000.0
@@ -155,7 +161,7 @@ class World:
         )
         self.half.bind_pool(self.pool)
         pages = tuple(100 for _ in groups)
-        self.ranks = [RankLayout(rank, pages, bytes([rank]) * 16) for rank in range(ranks)]
+        self.ranks = list(layouts or [RankLayout(rank, pages, bytes([rank]) * 16) for rank in range(ranks)])
         self.half.set_ranks(self.ranks)
 
     def _make_wire(self, object_bytes: int, generation: str, first_epoch: ServerEpoch) -> FakeWire:

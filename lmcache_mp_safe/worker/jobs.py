@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from threading import Lock
 
-from lmcache_mp_safe.contract import LoadJob, ObjectCopy, StoreJob
+from lmcache_mp_safe.contract import JobReport, LoadJob, ObjectCopy, StoreJob
 from lmcache_mp_safe.geometry.seal import Seal
 from lmcache_mp_safe.ops.contract import Bytes, Completion
 from lmcache_mp_safe.worker.pool import MappedPool
@@ -32,15 +33,27 @@ class Running:
     Attributes:
         pool: stays mapped while this job runs.
         copies: those that were queued. A job that failed half-way is over only when they are.
+        submitted: nothing will be added to `copies`. Changes once, under `lock`, which the copy thread holds while it
+            submits the job.
         failure: why the job will end as failed, once it is over.
+        bad_seals: indices of a load's objects whose slot does not hold what was promised.
+        report: the end; set by the copy thread, told by the engine's.
     """
 
     job: StoreJob | LoadJob
     pool: MappedPool
     copies: list[Copy] = field(default_factory=list)
+    submitted: bool = False
     failure: str | None = None
+    bad_seals: tuple[int, ...] = ()
+    report: JobReport | None = None
+    lock: Lock = field(default_factory=Lock)
 
     @property
     def over(self) -> bool:
-        """Nothing of the job reads or writes any more."""
-        return all(copy.completion.done() for copy in self.copies)
+        """Nothing of the job reads or writes any more.
+
+        Raises:
+            Exception: the device is lost, and with it the copies.
+        """
+        return self.submitted and all(copy.completion.done() for copy in self.copies)

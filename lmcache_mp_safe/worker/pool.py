@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from lmcache_mp_safe.contract import PoolSegment
 from lmcache_mp_safe.errors import LocalError, Scope, ServerError
-from lmcache_mp_safe.ops.contract import Bytes
+from lmcache_mp_safe.ops.contract import Bytes, SlotMemory
 
 SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps POSIX shared memory
 
@@ -26,8 +27,11 @@ _CLAIM_BYTES = 2 << 20
 class MappedPool:
     """One epoch's pool. Invariant: `_claimed` holds the steps whose memory exists."""
 
-    def __init__(self, segment: PoolSegment) -> None:
+    def __init__(self, segment: PoolSegment, adopt: Callable[[Bytes], SlotMemory]) -> None:
         """Map it.
+
+        Args:
+            adopt: has the backend prepare what its copies touch.
 
         Raises:
             ServerError: it is not there, not the proven one, or smaller than it should be.
@@ -48,6 +52,7 @@ class MappedPool:
             os.close(self._file)
             raise
         self._bytes: Bytes | None = np.frombuffer(self._map, dtype=np.uint8)
+        self._memory = adopt(self._bytes)
         self._claimed: set[int] = set()
 
     def _check(self, path: Path) -> None:
@@ -75,6 +80,18 @@ class MappedPool:
         if offset < 0 or size < 0 or offset + size > self.segment.size:
             raise ServerError(f"slot at {offset} with {size} bytes is outside of the pool of {self.segment.size}")
         return self._bytes[offset : offset + size]
+
+    def prepare(self, offset: int, size: int) -> Bytes:
+        """The bytes [offset, offset + size), with memory behind them, ready for copies.
+
+        Raises:
+            ServerError: they are not inside of the pool, or /dev/shm is full.
+            LocalError: the pool is closed.
+        """
+        view = self.view(offset, size)
+        self.claim(offset, size)
+        self._memory.make_ready(offset, size)
+        return view
 
     def claim(self, offset: int, size: int) -> None:
         """Make sure that these bytes have memory: where /dev/shm is full, touching a page that was never written is
@@ -107,6 +124,7 @@ class MappedPool:
         """Unmap. Nothing may be using a view any more."""
         if self._bytes is None:
             return
+        self._memory.release()
         self._bytes = None
         with contextlib.suppress(BufferError):  # a view is still alive somewhere: the map goes with it
             self._map.close()

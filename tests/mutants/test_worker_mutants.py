@@ -11,12 +11,13 @@ import pytest
 
 from lmcache_mp_safe.contract import JobOutcome, JobReport, LoadJob, ObjectCopy, PoolSegment, StepPlan, StoreJob
 from lmcache_mp_safe.geometry.payload import ObjectLayout
-from lmcache_mp_safe.geometry.spans import Span
+from lmcache_mp_safe.geometry.spans import Spans
 from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
-from lmcache_mp_safe.ops.contract import Bytes, Fence
-from lmcache_mp_safe.ops.reference import InlineFence, ReferenceBackend
+from lmcache_mp_safe.ops.contract import Bytes, Fence, SlotMemory
+from lmcache_mp_safe.ops.reference import InlineFence, PlainMemory, ReferenceBackend
 from lmcache_mp_safe.testing.pools import pool_file, random_buffer, simple_pages
-from lmcache_mp_safe.worker import half as half_module
+from lmcache_mp_safe.worker import copier as copier_module
+from lmcache_mp_safe.worker.copier import Copier
 from lmcache_mp_safe.worker.half import WorkerHalf
 from lmcache_mp_safe.worker.jobs import Running
 from lmcache_mp_safe.worker.pool import SHARED_MEMORY
@@ -93,11 +94,16 @@ class Device:
     def record_fence(self) -> Mark:
         return Mark(self)
 
-    def copy_out(self, spans: Sequence[Span], slots: Sequence[Bytes | None], after: Fence) -> Copying:
+    def adopt(self, memory: Bytes) -> SlotMemory:
+        return PlainMemory()
+
+    def copy_out(self, spans: Spans, slots: Sequence[Bytes | None], after: Fence) -> Copying:
         return Copying(self, lambda: self._inline.copy_out(spans, slots, InlineFence()).checksums, after)
 
-    def copy_in(self, spans: Sequence[Span], slots: Sequence[Bytes], after: Fence) -> Copying:
-        return Copying(self, lambda: self._inline.copy_in(spans, slots, InlineFence()).checksums, after)
+    def copy_in(self, spans: Spans, slots: Sequence[Bytes], after: Fence, *, checked: bool) -> Copying:
+        return Copying(
+            self, lambda: self._inline.copy_in(spans, slots, InlineFence(), checked=checked).checksums, after
+        )
 
     def hold_compute(self, until: Any) -> None:
         self._queue.append(until.done)
@@ -270,12 +276,12 @@ def jobs_are_over_at_once(patch: Patch) -> None:
 
 
 def old_seal_stays(patch: Patch) -> None:
-    real = half_module._as_bytes
-    patch.setattr(half_module, "_as_bytes", lambda data: real(data) if any(data) else real(b"x" * len(data)))
+    real = copier_module._as_bytes
+    patch.setattr(copier_module, "_as_bytes", lambda data: real(data) if any(data) else real(b"x" * len(data)))
 
 
 def checksum_off(patch: Patch) -> None:
-    patch.setattr(WorkerHalf, "_wrong_arrivals", lambda self, running: ())
+    patch.setattr(Copier, "_wrong_arrivals", lambda self, running: ())
 
 
 def no_fence(patch: Patch) -> None:
@@ -287,23 +293,23 @@ def compute_is_not_held(patch: Patch) -> None:
 
 
 def any_block_goes(patch: Patch) -> None:
-    patch.setattr(WorkerHalf, "_require_blocks", lambda self, copies, may_skip: None)
+    patch.setattr(Copier, "_require_blocks", lambda self, copies, may_skip: None)
 
 
 def any_epoch_goes(patch: Patch) -> None:
     real = WorkerHalf._start
 
-    def start(self: WorkerHalf, job: Any, fence: Fence | None) -> None:
-        real(self, msgspec.structs.replace(job, epoch=1), fence)
+    def start(self: WorkerHalf, job: Any) -> Running | None:
+        return real(self, msgspec.structs.replace(job, epoch=1))
 
     patch.setattr(WorkerHalf, "_start", start)
 
 
 def failures_are_not_contained(patch: Patch) -> None:
-    def fail(self: WorkerHalf, running: Running, error: Exception) -> None:
+    def fail(running: Running, error: Exception) -> None:
         raise error
 
-    patch.setattr(WorkerHalf, "_fail", fail)
+    patch.setattr(copier_module, "fail", fail)
 
 
 Check = Callable[[PoolSegment], None]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,9 +26,12 @@ from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.geometry.pages import PageLayout
 from lmcache_mp_safe.geometry.payload import ObjectLayout, Slice
 from lmcache_mp_safe.geometry.seal import decode_seal
+from lmcache_mp_safe.geometry.spans import Spans
 from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
-from lmcache_mp_safe.ops.reference import InlineFence, ReferenceBackend
+from lmcache_mp_safe.ops.contract import Backend, Bytes, SlotMemory
+from lmcache_mp_safe.ops.reference import InlineFence, PlainMemory, ReferenceBackend
 from lmcache_mp_safe.testing.pools import pool_file, random_buffer, simple_pages
+from lmcache_mp_safe.worker.copy_thread import copy_thread
 from lmcache_mp_safe.worker.half import WorkerHalf
 from lmcache_mp_safe.worker.pool import SHARED_MEMORY, MappedPool
 
@@ -236,8 +241,8 @@ def test_job_of_another_epoch_touches_nothing(segment: PoolSegment) -> None:
 def test_new_epoch_maps_the_new_pool_and_lets_the_old_one_go(segment: PoolSegment) -> None:
     opened: list[MappedPool] = []
 
-    def opening(of: PoolSegment) -> MappedPool:
-        opened.append(MappedPool(of))
+    def opening(of: PoolSegment, by: Backend) -> MappedPool:
+        opened.append(MappedPool(of, by.adopt))
         return opened[-1]
 
     rank = Rank(open_pool=opening)
@@ -340,11 +345,14 @@ class LateBackend:
         self.log.append("fence")
         return InlineFence()
 
-    def copy_out(self, spans: Sequence[Any], slots: Sequence[Any], after: Any) -> LateCompletion:
+    def copy_out(self, spans: Spans, slots: Sequence[Any], after: Any) -> LateCompletion:
         return self._copy("out", slots)
 
-    def copy_in(self, spans: Sequence[Any], slots: Sequence[Any], after: Any) -> LateCompletion:
+    def copy_in(self, spans: Spans, slots: Sequence[Any], after: Any, *, checked: bool) -> LateCompletion:
         return self._copy("in", slots)
+
+    def adopt(self, memory: Bytes) -> SlotMemory:
+        return PlainMemory()
 
     def hold_compute(self, until: Any) -> None:
         self.log.append("hold")
@@ -391,7 +399,7 @@ def test_fence_comes_before_every_copy_and_a_moved_block_holds_the_forward(segme
     job = StoreJob(JobId(9), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
     rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
     rank.half.begin_step(StepPlan(2, segment, wait_for=(JobId(9), JobId(8))))
-    assert backend.log == ["fence", "out", "fence", "hold"]
+    assert backend.log == ["fence", "out", "hold"]
 
 
 def test_old_pool_stays_mapped_until_its_last_copy_is_done(segment: PoolSegment) -> None:
@@ -426,10 +434,10 @@ class FailingBackend(LateBackend):
         super().__init__()
         real, calls = getattr(self, method), itertools.count(1)
 
-        def failing(*args: Any) -> Any:
+        def failing(*args: Any, **options: Any) -> Any:
             if next(calls) == after:
                 raise RuntimeError(f"{method} failed")
-            return real(*args)
+            return real(*args, **options)
 
         setattr(self, method, failing)
 
@@ -536,7 +544,7 @@ def test_copy_that_fails_late_ends_as_failed_and_unsealed(segment: PoolSegment, 
 
 
 def test_whatever_mapping_raises_makes_the_epoch_unusable_and_not_the_engine(segment: PoolSegment) -> None:
-    def no_memory(_: PoolSegment) -> MappedPool:
+    def no_memory(_: PoolSegment, __: Backend) -> MappedPool:
         raise MemoryError
 
     rank = Rank(open_pool=no_memory)
@@ -550,8 +558,8 @@ def test_whatever_mapping_raises_makes_the_epoch_unusable_and_not_the_engine(seg
 def test_shutdown_waits_for_copies_before_it_unmaps(segment: PoolSegment) -> None:
     opened: list[MappedPool] = []
 
-    def opening(of: PoolSegment) -> MappedPool:
-        opened.append(MappedPool(of))
+    def opening(of: PoolSegment, by: Backend) -> MappedPool:
+        opened.append(MappedPool(of, by.adopt))
         return opened[-1]
 
     job = StoreJob(JobId(9), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
@@ -567,3 +575,65 @@ def test_shutdown_waits_for_copies_before_it_unmaps(segment: PoolSegment) -> Non
     rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
     rank.half.shutdown()
     assert opened[1].view(0, 1).size == 1, "a copy may still be under way there"
+
+
+# --- the copy thread --------------------------------------------------------------------------------------------------
+
+
+def wait_for_report(rank: Rank, seconds: float = 10.0) -> JobReport:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        report = rank.half.take_report()
+        if report is not None:
+            (job,) = report.jobs
+            return job
+        time.sleep(0.001)
+    raise AssertionError("no report")
+
+
+def test_jobs_go_over_a_thread_and_come_back_once(segment: PoolSegment) -> None:
+    entered: list[str] = []
+    executor = copy_thread(lambda: entered.append(threading.current_thread().name))
+    rank = Rank(executor=executor)
+    copy = ObjectCopy(DIGEST, CHUNK, (0,))
+    rank.half.begin_step(StepPlan(1, segment, stores=(StoreJob(JobId(1), ServerEpoch(1), copy),)))
+    assert wait_for_report(rank).outcome is JobOutcome.DONE
+    load = LoadJob(JobId(2), ServerEpoch(1), RequestId("r"), (ObjectCopy(DIGEST, ((10, 11), ()), (0,)),))
+    rank.half.begin_step(StepPlan(2, segment, loads=(load,)))
+    assert wait_for_report(rank).outcome is JobOutcome.DONE
+    assert rank.half.poll().received == {"r"}
+    assert rank.page(0, 10) == rank.page(0, 3)
+    assert rank.half.idle
+    assert len(entered) == 1
+    assert entered[0] != threading.current_thread().name
+    rank.half.shutdown()
+
+
+def test_hooks_do_not_wait_for_the_thread_and_a_copy_that_has_not_begun_is_given_up(segment: PoolSegment) -> None:
+    """Its block is about to be written again: the forward cannot wait for a copy that is not queued yet."""
+    gate = threading.Event()
+    executor = copy_thread(lambda: None)
+    executor.submit(gate.wait, 30)
+    rank = Rank(executor=executor)
+    job = StoreJob(JobId(1), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
+    rank.half.begin_step(StepPlan(2, segment, wait_for=(JobId(1),)))
+    assert rank.half.take_report() is None, "the thread still has it in its hands"
+    gate.set()
+    report = wait_for_report(rank)
+    assert report.outcome is JobOutcome.COPY_FAILED
+    assert "written again" in report.detail
+    assert not any(bytes_of(segment))
+    rank.half.shutdown()
+
+
+def test_shutdown_drops_what_was_not_begun(segment: PoolSegment) -> None:
+    gate = threading.Event()
+    executor = copy_thread(lambda: None)
+    executor.submit(gate.wait, 30)
+    rank = Rank(executor=executor)
+    job = StoreJob(JobId(1), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
+    threading.Timer(0.05, gate.set).start()
+    rank.half.shutdown()
+    assert not any(bytes_of(segment))

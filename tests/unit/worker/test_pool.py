@@ -15,10 +15,18 @@ import pytest
 from lmcache_mp_safe.contract import PoolSegment
 from lmcache_mp_safe.errors import LocalError, ServerError
 from lmcache_mp_safe.geometry.payload import ObjectLayout
+from lmcache_mp_safe.ops.contract import Bytes, SlotMemory
+from lmcache_mp_safe.ops.reference import PlainMemory
 from lmcache_mp_safe.testing.pools import pool_file
 from lmcache_mp_safe.worker.pool import SHARED_MEMORY, MappedPool
 
 MIB = 1 << 20
+
+
+def adopt(_: Bytes) -> SlotMemory:
+    return PlainMemory()
+
+
 SIZE = 5 * MIB
 ROOT = Path(__file__).parents[3]
 
@@ -46,7 +54,7 @@ def claims(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_memory_is_claimed_once_in_steps_that_end_with_the_pool(
     segment: PoolSegment, claims: list[tuple[int, int]]
 ) -> None:
-    pool = MappedPool(segment)
+    pool = MappedPool(segment, adopt)
     pool.claim(MIB, 2 * MIB)
     pool.claim(3 * MIB, 100)
     pool.claim(4 * MIB, MIB)
@@ -58,14 +66,14 @@ def test_memory_is_claimed_once_in_steps_that_end_with_the_pool(
 def test_claim_keeps_what_is_there(segment: PoolSegment) -> None:
     with (SHARED_MEMORY / segment.name).open("r+b") as file:
         file.write(b"abc")
-    pool = MappedPool(segment)
+    pool = MappedPool(segment, adopt)
     pool.claim(0, 100)
     assert pool.view(0, 4).tobytes() == b"abc\0"
     pool.close()
 
 
 def test_view_outside_of_the_pool_or_after_unmapping_is_an_error(segment: PoolSegment) -> None:
-    pool = MappedPool(segment)
+    pool = MappedPool(segment, adopt)
     for offset, size in [(-1, 1), (SIZE, 1), (0, SIZE + 1), (4, -1), (2**63, 1)]:
         with pytest.raises(ServerError, match="outside"):
             pool.view(offset, size)
@@ -79,8 +87,9 @@ def test_view_outside_of_the_pool_or_after_unmapping_is_an_error(segment: PoolSe
 def test_mapping_does_not_make_anyone_unlink_the_servers_segment(segment: PoolSegment) -> None:
     script = f"""
         from lmcache_mp_safe.contract import PoolSegment
+        from lmcache_mp_safe.ops.reference import PlainMemory
         from lmcache_mp_safe.worker.pool import MappedPool
-        MappedPool(PoolSegment(1, {segment.name!r}, {SIZE}, {segment.inode})).view(0, 1)[0] = 7
+        MappedPool(PoolSegment(1, {segment.name!r}, {SIZE}, {segment.inode}), lambda _: PlainMemory()).view(0, 1)[0] = 7
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, check=True, timeout=60)
     assert (SHARED_MEMORY / segment.name).read_bytes()[:2] == b"\x07\0"

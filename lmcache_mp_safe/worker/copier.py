@@ -1,0 +1,250 @@
+"""What one job is for one rank: copies between pages and slots, seals, and the check of what arrived.
+
+Stores: clear the seals, copy, wait for the copy, seal. Only after every rank's report does the scheduler commit, so an
+object that anybody can find either carries its seal or is not believed.
+Loads: check the seals again, copy, compare the checksum of what arrived with the one in the seal.
+
+Runs on the copy thread, one call at a time, and never raises: whatever goes wrong is the end of a job.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+
+from lmcache_mp_safe.contract import (
+    SKIP,
+    Integrity,
+    JobOutcome,
+    JobReport,
+    LoadJob,
+    ObjectCopy,
+    StoreJob,
+)
+from lmcache_mp_safe.errors import LocalError, SafeError, ServerError
+from lmcache_mp_safe.geometry.pages import PageLayout
+from lmcache_mp_safe.geometry.payload import SEAL_BYTES, Slice, piece_bytes
+from lmcache_mp_safe.geometry.seal import CLEARED, Seal, check_seal
+from lmcache_mp_safe.geometry.spans import Spans, spans
+from lmcache_mp_safe.ids import NULL_BLOCK
+from lmcache_mp_safe.ops.contract import Backend, Bytes, Fence
+from lmcache_mp_safe.worker.jobs import Copy, Running
+from lmcache_mp_safe.worker.pool import MappedPool
+
+logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
+
+
+class Copier:
+    """Copies for one rank; see `WorkerHalf` for the arguments."""
+
+    def __init__(self, rank: int, pages: PageLayout, backend: Backend, integrity: Integrity) -> None:
+        self._rank = rank
+        self._pages = pages
+        self._layout_digest = pages.digest
+        self._backend = backend
+        self._integrity = integrity
+        self._nonce = secrets.token_bytes(16)
+
+    def submit(self, jobs: Sequence[Running], fence: Fence | None) -> None:
+        """Queue the copies of jobs that have not been given up meanwhile."""
+        for running in jobs:
+            with running.lock:
+                if running.failure is None:
+                    try:
+                        self._submit(running, fence)
+                    except Exception as error:  # it ends with the copies that were queued before
+                        fail(running, error)
+                running.submitted = True
+
+    def settle(self, jobs: Sequence[Running]) -> None:
+        """Seal or check, and report, those that have nothing under way any more."""
+        for running in jobs:
+            if running.report is None and _is_over(running):
+                running.report = self._report(running)
+
+    # --- submitting -------------------------------------------------------------------------------------------------
+
+    def _submit(self, running: Running, fence: Fence | None) -> None:
+        if fence is None:
+            raise LocalError("no fence could be recorded on the compute stream")
+        if isinstance(running.job, StoreJob):
+            self._copy_out(running, running.job.object, fence)
+        else:
+            self._copy_all_in(running, running.job, fence)
+
+    def _copy_out(self, running: Running, copy: ObjectCopy, fence: Fence) -> None:
+        part = self._slice(running.pool)
+        slices = [None if slot == SKIP else self._own_slice(running.pool, part, slot) for slot in copy.slots]
+        self._require_blocks([copy], may_skip=False)
+        payload = self._spans(copy, part)
+        for view in slices:
+            if view is not None:
+                view[part.capacity :] = _as_bytes(CLEARED)
+        running.copies.append(Copy(copy, slices, self._backend.copy_out(payload, _payloads(slices, part), fence)))
+
+    def _copy_all_in(self, running: Running, job: LoadJob, fence: Fence) -> None:
+        """Check every seal before anything is written, then copy."""
+        part = self._slice(running.pool)
+        self._require_blocks(job.objects, may_skip=True)
+        ready: list[tuple[ObjectCopy, list[Bytes], Spans, list[Seal]]] = []
+        bad: list[int] = []
+        for index, copy in enumerate(job.objects):
+            slices = [self._own_slice(running.pool, part, slot) for slot in copy.slots]
+            payload = self._spans(copy, part)
+            try:
+                ready.append((copy, slices, payload, self._seals(copy, slices, part)))
+            except ServerError as error:
+                bad.append(index)
+                running.failure = str(error)
+        running.bad_seals = tuple(bad)
+        if bad:
+            return
+        checked = self._integrity is Integrity.CHECKSUM
+        for copy, slices, payload, seals in ready:
+            views = [view[: part.capacity] for view in slices]
+            completion = self._backend.copy_in(payload, views, fence, checked=checked)
+            running.copies.append(Copy(copy, [*slices], completion, seals))
+
+    def _slice(self, pool: MappedPool) -> Slice:
+        return Slice(*pool.segment.slices[self._rank])
+
+    def _own_slice(self, pool: MappedPool, part: Slice, slot: int) -> Bytes:
+        """This rank's slice of the object at `slot`, with memory behind it.
+
+        Raises:
+            ServerError: not all of the object lies inside of the pool, or /dev/shm is full.
+        """
+        last_offset, last_size = pool.segment.slices[-1]
+        pool.view(slot, last_offset + last_size)
+        return pool.prepare(slot + part.offset, part.size)
+
+    def _require_blocks(self, copies: Sequence[ObjectCopy], *, may_skip: bool) -> None:
+        """Every block may be copied, and belongs to one page of the job: vLLM gives a block to one group at a time.
+
+        Raises:
+            LocalError: the null block, one that does not exist, or one that is named twice; of two copies into one
+                page the second would replace the first after its checksum was taken.
+        """
+        ids = [block for copy in copies for blocks in copy.blocks for block in blocks]
+        named = [block for block in ids if block != SKIP] if may_skip else ids
+        if named and not NULL_BLOCK < min(named) <= max(named) < self._pages.num_blocks:
+            raise LocalError(f"no block to copy among {named}: there are {self._pages.num_blocks}, 0 is null")
+        if len(set(named)) != len(named):
+            twice = next(block for block in named if named.count(block) > 1)
+            raise LocalError(f"block {twice} is named twice in one job")
+
+    def _spans(self, copy: ObjectCopy, part: Slice) -> Spans:
+        """The payload as byte runs.
+
+        Raises:
+            LocalError: it needs more pieces than there are slots.
+        """
+        payload = spans(copy.blocks, self._pages, part.capacity)
+        if len(payload) and payload.piece[-1] >= len(copy.slots):
+            needed = int(payload.piece[-1]) + 1
+            raise LocalError(f"the payload needs {needed} pieces, the job has {len(copy.slots)} slots")
+        return payload
+
+    def _payload_bytes(self, copy: ObjectCopy) -> int:
+        pages = self._pages.group_page_bytes
+        return sum(len(ids) * page for ids, page in zip(copy.blocks, pages, strict=True))
+
+    def _seals(self, copy: ObjectCopy, slices: list[Bytes], part: Slice) -> list[Seal]:
+        if self._integrity is Integrity.OFF:
+            return []
+        payload_bytes = self._payload_bytes(copy)
+        return [
+            check_seal(
+                view[part.capacity :].tobytes(),
+                layout_digest=self._layout_digest,
+                object_digest=copy.digest,
+                rank=self._rank,
+                piece=piece,
+                pieces=len(slices),
+                payload_bytes=piece_bytes(payload_bytes, part.capacity, piece),
+            )
+            for piece, view in enumerate(slices)
+        ]
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def _report(self, running: Running) -> JobReport:
+        bad: tuple[int, ...] = ()
+        try:
+            if running.failure is None and isinstance(running.job, StoreJob):
+                self._seal(running.copies[0], running.pool)
+            elif running.failure is None:
+                bad = self._wrong_arrivals(running)
+        except Exception as error:
+            fail(running, error)
+        if running.bad_seals:
+            outcome, why, bad = JobOutcome.BAD_SEAL, running.failure or "", running.bad_seals
+        elif running.failure is not None:
+            outcome, why = JobOutcome.COPY_FAILED, running.failure
+        elif bad:
+            outcome = JobOutcome.BAD_CHECKSUM
+            why = f"{len(bad)} of {len(running.copies)} objects did not arrive as they were sealed"
+        else:
+            outcome, why = JobOutcome.DONE, ""
+        return JobReport(running.job.job_id, self._rank, outcome, why, bad)
+
+    def _seal(self, copy: Copy, pool: MappedPool) -> None:
+        """The payload is in the slots: vouch for it. No seal is written unless all can be."""
+        part = self._slice(pool)
+        payload_bytes = self._payload_bytes(copy.object)
+        seals = [
+            Seal(
+                layout_digest=self._layout_digest,
+                object_digest=copy.object.digest,
+                rank=self._rank,
+                piece=piece,
+                pieces=len(copy.slices),
+                payload_bytes=piece_bytes(payload_bytes, part.capacity, piece),
+                checksum=checksum,
+                nonce=self._nonce,
+            ).encode()
+            for piece, (_, checksum) in enumerate(zip(copy.slices, copy.completion.checksums, strict=True))
+        ]
+        for view, seal in zip(copy.slices, seals, strict=True):
+            if view is not None:
+                view[part.capacity :] = _as_bytes(seal)
+
+    def _wrong_arrivals(self, running: Running) -> tuple[int, ...]:
+        """Indices of the load's objects that are not what was sealed.
+
+        Raises:
+            Exception: a copy failed.
+        """
+        arrived = [list(copy.completion.checksums) for copy in running.copies]
+        if self._integrity is not Integrity.CHECKSUM:
+            return ()
+        sealed = [[seal.checksum for seal in copy.seals] for copy in running.copies]
+        return tuple(index for index, pair in enumerate(zip(arrived, sealed, strict=True)) if pair[0] != pair[1])
+
+
+def fail(running: Running, error: Exception) -> None:
+    """The job will end as failed; the first reason counts."""
+    if running.failure is None:
+        running.failure = str(error) or type(error).__name__
+        unforeseen = None if isinstance(error, SafeError) else error
+        logger.warning("job %d could not be copied: %s", running.job.job_id, running.failure, exc_info=unforeseen)
+
+
+def _is_over(running: Running) -> bool:
+    try:
+        return running.over
+    except Exception as error:  # the device is lost, and with it its copies
+        fail(running, error)
+        return True
+
+
+def _payloads(slices: Sequence[Bytes | None], part: Slice) -> list[Bytes | None]:
+    return [None if view is None else view[: part.capacity] for view in slices]
+
+
+def _as_bytes(data: bytes) -> Bytes:
+    assert len(data) == SEAL_BYTES
+    return np.frombuffer(data, dtype=np.uint8)

@@ -1,0 +1,90 @@
+"""Races between an engine's writes and the copies, on a device in small; tests/gpu/test_races.py has them on a GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lmcache_mp_safe.ops.device import Stream
+from lmcache_mp_safe.ops.streamed import StreamedBackend, StreamFence
+from lmcache_mp_safe.scheduler.certify import Pins
+from lmcache_mp_safe.testing.device_world import (
+    Rig,
+    copies_slower_than_the_engine,
+    pages_bytes,
+    slow_writes_before_the_fence,
+)
+from lmcache_mp_safe.testing.sim_device import SimDevice, SimEvent, SimStream
+from lmcache_mp_safe.testing.world import FakePool
+from lmcache_mp_safe.worker.half import WorkerHalf
+
+BLOCKS = 24
+
+
+class SimRig(Rig):
+    """Delayed streams stand still until `finish`; the others run whenever something is submitted."""
+
+    def __init__(self) -> None:
+        self.device = SimDevice(eager=True)
+        self.pages = torch.zeros(pages_bytes(BLOCKS), dtype=torch.uint8)
+        self._delays: deque[SimEvent] = deque()
+
+    def write(self, start: int, end: int, value: int) -> None:
+        self.device.compute.submit(lambda: self.pages[start:end].fill_(value))
+
+    def delay(self, stream: Stream) -> None:
+        assert isinstance(stream, SimStream)
+        self._delays.append(SimEvent())
+        stream.wait(self._delays[-1])
+
+    def finish(self) -> None:
+        while self._delays:
+            self._delays.popleft().passed = True
+            self.device.run()
+        self.device.run()
+
+
+Race = Callable[[Rig, int], list[str]]
+
+
+@pytest.mark.parametrize("race", [slow_writes_before_the_fence, copies_slower_than_the_engine])
+def test_stored_pages_are_the_prompts_own(race: Race) -> None:
+    assert race(SimRig(), BLOCKS) == []
+
+
+def no_wait_for_the_fence(patch: pytest.MonkeyPatch) -> None:
+    """The fence is recorded on a stream that has nothing to do."""
+    patch.setattr(StreamedBackend, "record_fence", lambda self: StreamFence(self._device.side_stream().record()))
+
+
+def no_pins(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FakePool, "pin", lambda self, blocks: None)
+    patch.setattr(Pins, "unpin", lambda self, certificate: setattr(self, "held", self.held - len(certificate.pages)))
+
+
+def no_pins_and_no_watch(patch: pytest.MonkeyPatch) -> None:
+    no_pins(patch)
+    patch.setattr(WorkerHalf, "_hold_compute", lambda self, running: None)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "race"),
+    [
+        (no_wait_for_the_fence, slow_writes_before_the_fence),
+        (no_pins_and_no_watch, copies_slower_than_the_engine),
+    ],
+)
+def test_race_is_seen_without_its_guard(
+    mistake: Callable[[pytest.MonkeyPatch], None], race: Race, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    assert race(SimRig(), BLOCKS) != []
+
+
+def test_second_guard_holds_the_forward_where_pins_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is handed out again loses its hash, and then the forward waits for the copy."""
+    no_pins(monkeypatch)
+    assert copies_slower_than_the_engine(SimRig(), BLOCKS) == []
