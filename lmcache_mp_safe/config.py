@@ -71,7 +71,7 @@ class SafeConfig:
     hold_s: float = 60.0
     weights_id: str = ""
     backend: str = "auto"
-    staging_bytes: int = 32 * _MIB
+    staging_bytes: int = 48 * _MIB
     require_server: bool = True
     connect_timeout_s: float = 10.0
 

@@ -50,12 +50,15 @@ class PinnedMemory:
         return self._steps(address - self._address, size) <= self._pinned
 
     def cut(self, copies: Words, column: int) -> Words:
-        """Copies (rows of three: two addresses and bytes) so that none crosses a step with the address in `column`."""
+        """Copies (rows of two addresses and bytes), in any order, so that none crosses a step at the one in `column`."""
         start = copies[:, column] - np.uint64(self._address)
         last = start + copies[:, 2] - np.uint64(1)
-        if (start // self._step_bytes == last // self._step_bytes).all():
+        step = np.uint64(self._step_bytes)
+        crosses = start // step != last // step
+        if not crosses.any():
             return copies
-        return np.array([part for row in copies.tolist() for part in self._parts(row, column)], dtype=np.uint64)
+        parts = [part for row in copies[crosses].tolist() for part in self._parts(row, column)]
+        return np.concatenate([copies[~crosses], np.array(parts, dtype=np.uint64)])
 
     def _parts(self, row: list[int], column: int) -> list[tuple[int, int, int]]:
         parts = []

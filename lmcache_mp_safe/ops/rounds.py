@@ -7,8 +7,11 @@ The copy engine moves long runs at the speed of the bus and starves on short one
     straight      page                      page
     staged               [ s1 | s2 | s3 ]           [ s4 | s5 ]     one copy each between staging buffer and slot
 
-A *round* is what fits into the staging buffer and the tables at once; rounds end at tile boundaries, so that each can
-take the checksums of its own tiles before the next one uses the staging buffer again.
+A *round* is what fits into one of two staging buffers, so that one is gathered while the other is copied. Rounds end at
+tile boundaries, so that each can take the checksums of its own tiles.
+
+This runs on the copy thread, beside the thread that runs the model and under the same interpreter lock: few calls, each
+over all runs.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ class Round:
     """The payload's bytes [begin, end).
 
     Attributes:
+        buffer: the staging buffer that it uses, 0 or 1; None if none.
         moves: shape (n, 3): page address, staging address, bytes.
         copies: shape (n, 3): device address, position behind `begin` in the slot, bytes. In the order of the payload.
         pages: shape (n, 2): position behind `begin`, device address of the page, or the staging address of what is not
@@ -69,24 +73,26 @@ class Round:
 
     begin: int
     end: int
+    buffer: int | None
     moves: Words
     copies: Words
     pages: Words
     staged: Words
 
 
-def rounds(runs: Runs, staging_address: int, limits: Limits) -> Iterator[Round]:
-    """The rounds of one piece, in order."""
+def rounds(runs: Runs, buffers: tuple[int, int], limits: Limits) -> Iterator[Round]:
+    """The rounds of one piece, in order; `buffers` are the addresses of the staging buffers, which take turns."""
     end = np.cumsum(runs.length)
     total = int(end[-1]) if len(end) else 0
     start = end - runs.length
     staged = _staged(runs, limits.direct_bytes)
     staged_before = np.concatenate([[0], np.cumsum(np.where(staged, runs.length, 0))])
-    begin = 0
+    begin, turn = 0, 0
     while begin < total:
         limit = _round_end(begin, total, start, staged, staged_before, limits)
-        yield _round(begin, limit, runs.address, start, end, staged, staging_address)
-        begin = limit
+        made = _round(begin, limit, runs.address, start, end, staged, buffers[turn], turn)
+        yield made
+        begin, turn = limit, turn if made.buffer is None else 1 - turn
 
 
 def _staged(runs: Runs, direct_bytes: int) -> NDArray[np.bool_]:
@@ -121,26 +127,39 @@ def _round(
     run_end: Integers,
     staged_runs: NDArray[np.bool_],
     staging_address: int,
+    turn: int,
 ) -> Round:
     part = slice(int(np.searchsorted(run_end, begin, side="right")), int(np.searchsorted(run_start, end)))
     start, stop = np.maximum(run_start[part], begin), np.minimum(run_end[part], end)
-    length, staged, wanted = stop - start, staged_runs[part], address[part] != 0
+    length, staged = stop - start, staged_runs[part]
     page = address[part] + start - run_start[part]
-    buffered = np.where(staged, length, 0)
+    position = start - begin
+    if not staged.any():
+        straight = _table(position, page)
+        return Round(begin, end, None, _NO_MOVES, _table(page, position, length), straight, straight)
+    wanted = address[part] != 0
+    buffered = length * staged
     staging = staging_address + np.cumsum(buffered) - buffered
     device = np.where(staged, staging, page)
     moved = staged & wanted
-    joins = staged[:-1] & staged[1:]  # neighbours in the staging buffer and in the slot
-    first = np.concatenate([[0], np.flatnonzero(~joins) + 1])
+    first = np.flatnonzero(~(staged[:-1] & staged[1:])) + 1  # others join their neighbour in buffer and slot
+    first = np.concatenate([[0], first])
     return Round(
         begin,
         end,
+        turn,
         moves=_table(page[moved], staging[moved], length[moved]),
-        copies=_table(device[first], start[first] - begin, np.add.reduceat(length, first)),
-        pages=_table(start - begin, np.where(wanted, page, staging)),
-        staged=_table(start - begin, device),
+        copies=_table(device[first], position[first], np.add.reduceat(length, first)),
+        pages=_table(position, np.where(wanted, page, staging)),
+        staged=_table(position, device),
     )
 
 
 def _table(*columns: Integers) -> Words:
-    return np.ascontiguousarray(np.stack(columns, axis=1)).astype(np.uint64)
+    table = np.empty((len(columns[0]), len(columns)), np.uint64)
+    for index, column in enumerate(columns):
+        table[:, index] = column
+    return table
+
+
+_NO_MOVES: Words = np.empty((0, 3), np.uint64)

@@ -1,19 +1,27 @@
-"""Copies on a device with streams: one stream a direction, gated by a fence on the compute stream.
+"""Copies on a device with streams, gated by a fence on the compute stream.
 
-Order: a copy waits for its fence on the device; the fence was recorded behind every write of the earlier steps. Copies
-of one direction end in the order of their submission, because they share a stream, and so the stream alone guards the
-staging buffer and the tables of that direction. Nothing waits on the host, but for slots that could not be page-locked.
+Each direction has a stream for the copy engine and one for kernels, so that the checksums of one object and the
+gathering of the next run while bytes are on the bus:
 
-Memory: pages and slots belong to the caller until the completion is done. Tables and checksums in page-locked memory
+    store   kernels  | wait fence | gather -> buffer | checksums of the pages ......|
+            copies   | wait fence | wait gather | pages and buffer -> slot          | event
+    load    copies   | wait fence | slot -> pages and buffer |
+            kernels  | wait fence | wait copies | buffer -> pages | checksums of the pages | event
+
+Copies of one direction end in the order of their submission, and the order of a stream guards the device memory that
+it uses: tables and digests belong to the kernel stream, and a staging buffer changes hands by an event. Nothing waits
+on the host, but for slots that could not be page-locked.
+
+Memory: pages and slots belong to the caller until the completion is done. Tables and digests in page-locked host memory
 belong to the completion. Staging buffers, device tables and streams live as long as the backend.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,11 +34,13 @@ from lmcache_mp_safe.ops.device import Device, DeviceMemory, Event, Stream, Word
 from lmcache_mp_safe.ops.pinning import PinnedMemory
 from lmcache_mp_safe.ops.rounds import Limits, Round, Runs, rounds
 
-DEFAULT_STAGING_BYTES = 32 << 20
-DEFAULT_DIRECT_BYTES = 512 << 10  # where the two ways are equally fast: docs/gpu.md
+DEFAULT_STAGING_BYTES = 48 << 20
+DEFAULT_DIRECT_BYTES = 256 << 10  # where the two ways are about equally fast: docs/gpu.md
 BOUNCE_BYTES = 16 << 20
 
-_TABLE_RUNS = 64 << 10
+_STAGING_BUFFERS = 4  # two a direction
+_TABLE_RUNS = 32 << 10  # more than a tile has bytes
+_TABLE_BYTES = _TABLE_RUNS * 5 * 8
 _TILES = 64 << 10
 _WORD_BYTES = 8
 
@@ -69,32 +79,42 @@ class StreamCompletion:
 
 
 class _Lane:
-    """One direction: a stream, and the device memory that its copies use one after the other."""
+    """One direction: its streams, and the device memory that its copies use one after the other."""
 
-    def __init__(self, device: Device, staging_bytes: int) -> None:
-        self.stream: Stream = device.side_stream()
-        self.staging: DeviceMemory = device.device_memory(staging_bytes)
-        self.moves: DeviceMemory = device.device_memory(_TABLE_RUNS * 3 * _WORD_BYTES)
-        self.runs: DeviceMemory = device.device_memory(_TABLE_RUNS * 2 * _WORD_BYTES)
+    def __init__(self, device: Device, buffer_bytes: int) -> None:
+        self.copies: Stream = device.side_stream()
+        self.kernels: Stream = device.side_stream()
+        self.buffers: list[DeviceMemory] = [device.device_memory(buffer_bytes) for _ in range(2)]
+        self.buffer_free: list[Event | None] = [None, None]
+        self.tables: DeviceMemory = device.device_memory(_TABLE_BYTES)
         self.digests: DeviceMemory = device.device_memory(_TILES * _WORD_BYTES)
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        return self.buffers[0].address, self.buffers[1].address
+
+    def wait(self, event: Event) -> None:
+        self.copies.wait(event)
+        self.kernels.wait(event)
+
+    def synchronize(self) -> None:
+        self.copies.synchronize()
+        self.kernels.synchronize()
 
 
 class _Submission(abc.ABC):
-    """One copy while it is submitted, round by round. `keep` is host memory that the device still reads or writes."""
+    """One copy while it is submitted. `keep` is host memory that the device still reads or writes."""
 
     def __init__(self, device: Device, lane: _Lane) -> None:
         self._device, self._lane = device, lane
         self.keep: list[Bytes] = []
 
-    def results(self, runs: Runs) -> Words:
-        """Host memory for the digests of a piece."""
-        tiles = tile_count(int(runs.length.sum()))
-        memory = self._device.pinned_memory(max(tiles, 1) * _WORD_BYTES)
-        self.keep.append(memory)
-        return memory.view(np.uint64)[:tiles]
+    @abc.abstractmethod
+    def tables(self, part: Round) -> tuple[Words, Words]:
+        """The round's moves and the runs of its checksums."""
 
     @abc.abstractmethod
-    def submit(self, part: Round, copies: Words, results: Words | None) -> None:
+    def submit(self, part: Round, copies: Words, tables: _Tables, results: Words | None) -> None:
         """One round.
 
         Args:
@@ -106,63 +126,122 @@ class _Submission(abc.ABC):
     def bounce(self, part: Round, slot: Bytes, buffer: Bytes, results: Words | None) -> None:
         """One round by a page-locked buffer of the round's size; waits on the host."""
 
-    def copy(self, copies: Words) -> None:
-        self._device.copy(copies, self._lane.stream)
+    @abc.abstractmethod
+    def end(self) -> Event:
+        """Behind everything that was submitted."""
 
-    def digest(self, part: Round, runs: Words, results: Words) -> None:
-        """The digests of the round's tiles, into their place in the piece's results."""
-        stream, digests = self._lane.stream, self._lane.digests.address
-        self._device.digest(
-            self._upload(runs, self._lane.runs.address), len(runs), part.end - part.begin, digests, stream
-        )
-        own = results[part.begin // TILE_BYTES :][: tile_count(part.end - part.begin)]
-        self.copy(np.array([[digests, own.ctypes.data, own.nbytes]], dtype=np.uint64))
-
-    def move(self, moves: Words) -> None:
-        if len(moves):
-            self._device.move(self._upload(moves, self._lane.moves.address), len(moves), self._lane.stream)
-
-    def _upload(self, table: Words, target: int) -> int:
-        memory = self._device.pinned_memory(table.nbytes)
-        memory[:] = np.ascontiguousarray(table).view(np.uint8).ravel()
+    def results(self, runs: Runs) -> Words:
+        """Host memory for the digests of a piece."""
+        tiles = tile_count(int(runs.length.sum()))
+        memory = self._device.pinned_memory(max(tiles, 1) * _WORD_BYTES)
         self.keep.append(memory)
-        self.copy(np.array([[memory.ctypes.data, target, memory.nbytes]], dtype=np.uint64))
-        return target
+        return memory.view(np.uint64)[:tiles]
+
+    def upload(self, parts: Sequence[Round]) -> list[_Tables]:
+        """The rounds' tables, in device memory until the next upload."""
+        found: list[_Tables] = []
+        contents: list[Words] = []
+        address = self._lane.tables.address
+        for part in parts:
+            moves, runs = self.tables(part)
+            found.append(_Tables(address, len(moves), address + moves.nbytes, len(runs)))
+            contents += [moves.ravel(), runs.ravel()]
+            address += moves.nbytes + runs.nbytes
+        memory = self._device.pinned_memory(address - self._lane.tables.address)
+        np.concatenate(contents, out=memory.view(np.uint64))
+        self.keep.append(memory)
+        self._device.copy(_row(memory.ctypes.data, self._lane.tables.address, memory.nbytes), self._lane.kernels)
+        return found
+
+    def move(self, tables: _Tables) -> None:
+        if tables.move_count:
+            self._device.move(tables.moves, tables.move_count, self._lane.kernels)
+
+    def digest(self, part: Round, tables: _Tables, results: Words | None) -> None:
+        """The digests of the round's tiles, into their place in the piece's results."""
+        if results is None:
+            return
+        length, digests, stream = part.end - part.begin, self._lane.digests.address, self._lane.kernels
+        self._device.digest(tables.runs, tables.run_count, length, digests, stream)
+        own = results[part.begin // TILE_BYTES :][: tile_count(length)]
+        self._device.copy(_row(digests, own.ctypes.data, own.nbytes), stream)
+
+
+class _Tables(NamedTuple):
+    """Device addresses of a round's tables, and their rows."""
+
+    moves: int
+    move_count: int
+    runs: int
+    run_count: int
 
 
 class _Store(_Submission):
     """Pages into slots."""
 
-    def submit(self, part: Round, copies: Words, results: Words | None) -> None:
-        self.move(part.moves)
-        self.copy(copies)
-        if results is not None:
-            self.digest(part, part.staged, results)
+    def tables(self, part: Round) -> tuple[Words, Words]:
+        return part.moves, part.staged
+
+    def submit(self, part: Round, copies: Words, tables: _Tables, results: Words | None) -> None:
+        lane = self._lane
+        if part.buffer is not None:
+            free = lane.buffer_free[part.buffer]
+            if free is not None:
+                lane.kernels.wait(free)
+            self.move(tables)
+            lane.copies.wait(lane.kernels.record())
+        self._device.copy(copies, lane.copies)
+        if part.buffer is not None:
+            lane.buffer_free[part.buffer] = lane.copies.record()
+        self.digest(part, tables, results)
 
     def bounce(self, part: Round, slot: Bytes, buffer: Bytes, results: Words | None) -> None:
-        self.submit(part, _behind(part.copies, buffer.ctypes.data), results)
-        self._lane.stream.synchronize()
+        (tables,) = self.upload([part])
+        self.submit(part, _behind(part.copies, buffer.ctypes.data), tables, results)
+        self._lane.synchronize()
         slot[part.begin : part.end] = buffer
+
+    def end(self) -> Event:
+        self._lane.copies.wait(self._lane.kernels.record())
+        return self._lane.copies.record()
 
 
 class _Load(_Submission):
     """Slots into pages. The digests are those of what arrived in the pages."""
 
-    def submit(self, part: Round, copies: Words, results: Words | None) -> None:
-        self.copy(copies[:, [1, 0, 2]])
-        self.move(part.moves[:, [1, 0, 2]])
-        if results is not None:
-            self.digest(part, part.pages, results)
+    def tables(self, part: Round) -> tuple[Words, Words]:
+        return part.moves[:, [1, 0, 2]], part.pages
+
+    def submit(self, part: Round, copies: Words, tables: _Tables, results: Words | None) -> None:
+        lane = self._lane
+        free = None if part.buffer is None else lane.buffer_free[part.buffer]
+        if free is not None:
+            lane.copies.wait(free)
+        self._device.copy(copies[:, [1, 0, 2]], lane.copies)
+        lane.kernels.wait(lane.copies.record())
+        self.move(tables)
+        self.digest(part, tables, results)
+        if part.buffer is not None:
+            lane.buffer_free[part.buffer] = lane.kernels.record()
 
     def bounce(self, part: Round, slot: Bytes, buffer: Bytes, results: Words | None) -> None:
+        (tables,) = self.upload([part])
         buffer[:] = slot[part.begin : part.end]
-        self.submit(part, _behind(part.copies, buffer.ctypes.data), results)
-        self._lane.stream.synchronize()
+        self.submit(part, _behind(part.copies, buffer.ctypes.data), tables, results)
+        self._lane.synchronize()
+
+    def end(self) -> Event:
+        return self._lane.kernels.record()
+
+
+def _row(source: int, target: int, size: int) -> Words:
+    return np.array([[source, target, size]], dtype=np.uint64)
 
 
 def _behind(copies: Words, address: int) -> Words:
     """A round's copies with host addresses in place of positions."""
-    return copies + np.array([0, address, 0], dtype=np.uint64)
+    copies[:, 1] += np.uint64(address)
+    return copies
 
 
 class StreamedBackend:
@@ -187,16 +266,16 @@ class StreamedBackend:
         self.buffers = list(buffers)
         self._address = np.array([buffer.data_ptr() for buffer in buffers], dtype=np.int64)
         self._size = np.array([buffer.numel() for buffer in buffers], dtype=np.int64)
-        lane_bytes = max(staging_bytes // 2, TILE_BYTES)
-        self._limits = Limits(lane_bytes, _TABLE_RUNS, _TILES * TILE_BYTES, direct_bytes)
-        self._out, self._in = _Lane(device, lane_bytes), _Lane(device, lane_bytes)
+        buffer_bytes = max(staging_bytes // _STAGING_BUFFERS, TILE_BYTES)
+        self._limits = Limits(buffer_bytes, _TABLE_RUNS, _TILES * TILE_BYTES, direct_bytes)
+        self._out, self._in = _Lane(device, buffer_bytes), _Lane(device, buffer_bytes)
         self._memories: list[PinnedMemory] = []
         self._bounce: Bytes | None = None
 
     @property
-    def store_stream(self) -> Stream:
+    def store_streams(self) -> tuple[Stream, Stream]:
         """What copies out run on; for tests and measurements."""
-        return self._out.stream
+        return self._out.copies, self._out.kernels
 
     def enter_thread(self) -> None:
         """To be called by a thread before it submits copies."""
@@ -216,8 +295,8 @@ class StreamedBackend:
         self._device.compute_stream().wait(until.event)
 
     def drain(self) -> None:
-        self._out.stream.synchronize()
-        self._in.stream.synchronize()
+        self._out.synchronize()
+        self._in.synchronize()
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
@@ -244,13 +323,13 @@ class StreamedBackend:
         submission = kind(self._device, lane)
         results = [None if part is None or not checked else submission.results(part) for part in runs]
         try:
-            lane.stream.wait(after.event)
+            lane.wait(after.event)
             for part, slot, digests in zip(runs, slots, results, strict=True):
                 if part is not None and slot is not None:
                     self._submit_piece(submission, lane, part, slot, digests)
-            return StreamCompletion(lane.stream.record(), results, submission.keep)
+            return StreamCompletion(submission.end(), results, submission.keep)
         except BaseException:
-            lane.stream.synchronize()  # what was submitted must not outlive its owners
+            lane.synchronize()  # what was submitted must not outlive its owners
             raise
 
     def _submit_piece(
@@ -258,14 +337,20 @@ class StreamedBackend:
     ) -> None:
         address = int(slot.ctypes.data)
         memory = next((memory for memory in self._memories if memory.owns(address)), None)
-        if memory is not None and memory.is_pinned(address, len(slot)):
-            for part in rounds(runs, lane.staging.address, self._limits):
-                copies = memory.cut(_behind(part.copies, address + part.begin), column=1)
-                submission.submit(part, copies, results)
+        if memory is None or not memory.is_pinned(address, len(slot)):
+            self._bounce_piece(submission, lane, runs, slot, results)
             return
+        for group in _that_fit(rounds(runs, lane.addresses, self._limits)):
+            for part, tables in zip(group, submission.upload(group), strict=True):
+                copies = memory.cut(_behind(part.copies, address + part.begin), column=1)
+                submission.submit(part, copies, tables, results)
+
+    def _bounce_piece(
+        self, submission: _Submission, lane: _Lane, runs: Runs, slot: Bytes, results: Words | None
+    ) -> None:
         if self._bounce is None:
             self._bounce = self._device.pinned_memory(BOUNCE_BYTES)
-        for part in rounds(runs, lane.staging.address, replace(self._limits, payload_bytes=BOUNCE_BYTES)):
+        for part in rounds(runs, lane.addresses, replace(self._limits, payload_bytes=BOUNCE_BYTES)):
             submission.bounce(part, slot, self._bounce[: part.end - part.begin], results)
 
     def _runs(self, spans: Spans, slot: Bytes) -> Runs:
@@ -280,3 +365,18 @@ class StreamedBackend:
         if not inside.all() or (spans.piece_offset + spans.length > len(slot)).any():
             raise LocalError("a span lies outside of its buffer or of its slot")
         return Runs(np.where(wanted, self._address[spans.buffer] + spans.page_offset, 0), spans.length)
+
+
+def _that_fit(parts: Iterable[Round]) -> Iterator[list[Round]]:
+    """Rounds whose tables fit into device memory at once."""
+    group: list[Round] = []
+    size = 0
+    for part in parts:
+        needed = part.moves.nbytes + part.pages.nbytes
+        if group and size + needed > _TABLE_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += needed
+    if group:
+        yield group

@@ -212,7 +212,8 @@ def copies_slower_than_the_engine(rig: Rig, blocks: int) -> list[str]:
     with device_world(rig, blocks) as world:
         requests = [FakeRequest(f"r{n}", prompt(5 * BLOCK + 1, seed=n)) for n in range(1, 4)]
         for request in requests:
-            rig.delay(world.backend.store_stream)
+            for stream in world.backend.store_streams:
+                rig.delay(stream)
             world.serve(request)
         world.drain()
         found = [world.load(request) for request in requests]

@@ -31,7 +31,7 @@ PAGE_BYTES = 300_000
 class Bench:
     """A device, two buffers of pages, a pool, and the same pages for the reference."""
 
-    def __init__(self, *, staging_bytes: int = 4 * TILE_BYTES, direct_bytes: int = 1000, **options: Any) -> None:
+    def __init__(self, *, staging_bytes: int = 8 * TILE_BYTES, direct_bytes: int = 1000, **options: Any) -> None:
         self.device = SimDevice(**options)
         self.pages = [random_buffer(PAGE_BYTES, seed) for seed in (1, 2)]
         self.expected = [page.numpy().copy() for page in self.pages]
@@ -84,7 +84,7 @@ def test_copies_are_those_of_the_reference_in_whatever_order_the_streams_run(
     payload: tuple[Spans, list[int]], direct_bytes: int, staged_tiles: int, seed: int, may_register: bool
 ) -> None:
     spans, sizes = payload
-    staging = 2 * staged_tiles * TILE_BYTES
+    staging = 4 * staged_tiles * TILE_BYTES
     bench = Bench(staging_bytes=staging, direct_bytes=direct_bytes, may_register=may_register)
     every = wanted_only(spans)
     slots, reference_slots = bench.slots(sizes), [np.zeros(size, np.uint8) for size in sizes]
@@ -118,7 +118,7 @@ def test_copy_out_sees_what_was_queued_before_its_fence_and_not_what_came_later(
     copy = bench.backend.copy_out(ONE, [slot], bench.backend.record_fence())
     bench.backend.hold_compute(copy)
     bench.device.compute.submit(lambda: bench.pages[0][100:5100].fill_(9))
-    bench.backend._out.stream.synchronize()
+    bench.backend._out.synchronize()
     assert (slot == 7).all()
     bench.device.run()
     assert (bench.pages[0][100:5100] == 9).all()
@@ -151,8 +151,7 @@ def test_span_outside_of_its_memory_is_found_before_anything_is_submitted(bad: S
         bench.backend.copy_out(spans, bench.slots([9]), bench.backend.record_fence())
     with pytest.raises(LocalError, match="outside"):
         bench.backend.copy_in(spans, bench.slots([9]), bench.backend.record_fence(), checked=True)
-    assert not bench.backend._out.stream.work
-    assert not bench.backend._in.stream.work
+    assert not any(stream.work for stream in bench.device.streams[1:])
 
 
 def test_store_of_a_page_that_is_not_there_is_refused() -> None:
@@ -170,7 +169,7 @@ def test_copy_that_fails_half_way_leaves_nothing_under_way(monkeypatch: pytest.M
     monkeypatch.setattr(bench.device, "digest", broken)
     with pytest.raises(DeviceError, match="no kernel"):
         bench.backend.copy_out(ONE, bench.slots([5000]), bench.backend.record_fence())
-    assert not bench.backend._out.stream.work
+    assert not any(stream.work for stream in bench.device.streams[1:])
 
 
 # --- page-locking -----------------------------------------------------------------------------------------------------
@@ -200,15 +199,15 @@ def test_pool_is_locked_step_by_step_and_given_back(pool: Bytes) -> None:
 
 def test_no_copy_crosses_the_border_of_two_registrations(pool: Bytes) -> None:
     memory, base = PinnedMemory(SimDevice(), pool, STEP), int(pool.ctypes.data)
-    copies = np.array([[7, base + 500, 300], [9000, base + 900, 2200]], np.uint64)
-    assert memory.cut(copies, 1).tolist() == [
+    copies = np.array([[9000, base + 900, 2200], [7, base + 500, 300]], np.uint64)
+    assert sorted(memory.cut(copies, 1).tolist()) == [
         [7, base + 500, 300],
         [9000, base + 900, 100],
         [9100, base + 1000, 1000],
         [10100, base + 2000, 1000],
         [11100, base + 3000, 100],
     ]
-    assert memory.cut(copies[:1], 1) is not None
+    assert memory.cut(copies[1:], 1).tolist() == copies[1:].tolist()
 
 
 def test_copies_over_many_steps_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
