@@ -50,7 +50,7 @@ class PinnedMemory:
         return self._steps(address - self._address, size) <= self._pinned
 
     def cut(self, copies: Words, column: int) -> Words:
-        """Copies (rows of two addresses and bytes), in any order, so that none crosses a step at the one in `column`."""
+        """Copies (rows of two addresses and bytes), in any order, none across a step by its `column`."""
         start = copies[:, column] - np.uint64(self._address)
         last = start + copies[:, 2] - np.uint64(1)
         step = np.uint64(self._step_bytes)
