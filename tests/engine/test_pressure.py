@@ -21,7 +21,7 @@ MAX_TOKENS = 12
 def test_sessions_that_preempt_each_other_store_and_load_certified_pages_only(make_spec: MakeSpec, salt: str) -> None:
     conversations = sessions(seed=11, count=4, turns=3, system_tokens=700, turn_tokens=(600, 900))
     with Engine(make_spec(num_gpu_blocks_override=26, max_num_batched_tokens=1300, max_model_len=6400)) as engine:
-        seen = audit(engine)
+        seen = audit(engine.worker_connector.worker_half, engine.connector.scheduler_half)
         answers: list[list[tuple[int, ...]]] = [[] for _ in conversations]
         preemptions = 0
         asked = []
@@ -45,6 +45,7 @@ def test_sessions_that_preempt_each_other_store_and_load_certified_pages_only(ma
             engine.drain()
         assert seen.wrong == []
         assert seen.stored > 20
+        assert seen.in_slots > 20
         assert seen.loaded > 10
         assert engine.held_blocks() == 0
         engine.reset_prefix_cache(deadline_s=1.0)
@@ -53,7 +54,7 @@ def test_sessions_that_preempt_each_other_store_and_load_certified_pages_only(ma
 @pytest.mark.old_vllm
 def test_requests_that_share_a_prefix_in_one_step_store_what_one_alone_would(make_spec: MakeSpec, salt: str) -> None:
     with Engine(make_spec(max_num_batched_tokens=2700)) as engine:
-        seen = audit(engine)
+        seen = audit(engine.worker_connector.worker_half, engine.connector.scheduler_half)
         (first, second) = (session.prompt([]) for session in sessions(seed=12, count=2, turns=1, system_tokens=1300))
         engine.generate([first, second, first], MAX_TOKENS, salts=[salt] * 3)
         check_alone(engine, [first, second], salt)
@@ -65,7 +66,7 @@ def test_requests_that_share_a_prefix_in_one_step_store_what_one_alone_would(mak
 @pytest.mark.old_vllm
 def test_request_that_comes_back_at_a_boundary_which_another_is_just_computing(make_spec: MakeSpec, salt: str) -> None:
     with Engine(make_spec(max_num_batched_tokens=700)) as engine:
-        seen = audit(engine)
+        seen = audit(engine.worker_connector.worker_half, engine.connector.scheduler_half)
         prompts = [session.prompt([]) for session in sessions(seed=13, count=3, turns=1, system_tokens=1300)]
         for number, prompt in enumerate(prompts):
             engine.submit(prompt, MAX_TOKENS, salt=salt, request_id=f"{salt}-{number}")
