@@ -13,12 +13,13 @@ it uses: tables and digests belong to the kernel stream, and a staging buffer ch
 on the host, but for slots that could not be page-locked.
 
 Memory: pages and slots belong to the caller until the completion is done. Tables and digests in page-locked host memory
-belong to the completion. Staging buffers, device tables and streams live as long as the backend.
+belong to the lane until the event behind them has passed, whatever becomes of the completion. Staging buffers, device tables and streams live as long as the backend.
 """
 
 from __future__ import annotations
 
 import abc
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from lmcache_mp_safe.contract import SKIP
 from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.geometry.checksum import TILE_BYTES, combine, tile_count
 from lmcache_mp_safe.geometry.spans import Spans
-from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence, SlotMemory
+from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence, SlotMemory, give_way
 from lmcache_mp_safe.ops.device import Device, DeviceMemory, Event, Stream, Words
 from lmcache_mp_safe.ops.pinning import PinnedMemory
 from lmcache_mp_safe.ops.rounds import Limits, Round, Runs, rounds
@@ -60,13 +61,11 @@ class StreamCompletion:
 
     Args:
         digests: of the tiles of each piece; None for a piece without a checksum.
-        keep: what the device may still read until then.
     """
 
-    def __init__(self, event: Event, digests: Sequence[Words | None], keep: Sequence[Any]) -> None:
+    def __init__(self, event: Event, digests: Sequence[Words | None]) -> None:
         self.event = event
         self._digests = digests
-        self._keep = keep
 
     def done(self) -> bool:
         return self.event.done()
@@ -88,6 +87,13 @@ class _Lane:
         self.buffer_free: list[Event | None] = [None, None]
         self.tables: DeviceMemory = device.device_memory(_TABLE_BYTES)
         self.digests: DeviceMemory = device.device_memory(_TILES * _WORD_BYTES)
+        self._in_flight: deque[tuple[Event, list[Bytes]]] = deque()
+
+    def hold(self, memory: list[Bytes], until: Event) -> None:
+        """Keep host memory that the device still reads or writes; let go of what it is done with."""
+        while self._in_flight and self._in_flight[0][0].done():
+            self._in_flight.popleft()
+        self._in_flight.append((until, memory))
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -105,8 +111,8 @@ class _Lane:
 class _Submission(abc.ABC):
     """One copy while it is submitted. `keep` is host memory that the device still reads or writes."""
 
-    def __init__(self, device: Device, lane: _Lane) -> None:
-        self._device, self._lane = device, lane
+    def __init__(self, device: Device, lane: _Lane, checked: bool) -> None:
+        self._device, self._lane, self._checked = device, lane, checked
         self.keep: list[Bytes] = []
 
     @abc.abstractmethod
@@ -144,9 +150,12 @@ class _Submission(abc.ABC):
         address = self._lane.tables.address
         for part in parts:
             moves, runs = self.tables(part)
+            runs = runs if self._checked else runs[:0]
             found.append(_Tables(address, len(moves), address + moves.nbytes, len(runs)))
             contents += [moves.ravel(), runs.ravel()]
             address += moves.nbytes + runs.nbytes
+        if address == self._lane.tables.address:
+            return found
         memory = self._device.pinned_memory(address - self._lane.tables.address)
         np.concatenate(contents, out=memory.view(np.uint64))
         self.keep.append(memory)
@@ -320,14 +329,17 @@ class StreamedBackend:
     ) -> Completion:
         assert isinstance(after, StreamFence)
         runs = [None if slot is None else self._runs(spans.of_piece(i), slot) for i, slot in enumerate(slots)]
-        submission = kind(self._device, lane)
+        give_way()
+        submission = kind(self._device, lane, checked)
         results = [None if part is None or not checked else submission.results(part) for part in runs]
         try:
             lane.wait(after.event)
             for part, slot, digests in zip(runs, slots, results, strict=True):
                 if part is not None and slot is not None:
                     self._submit_piece(submission, lane, part, slot, digests)
-            return StreamCompletion(submission.end(), results, submission.keep)
+            end = submission.end()
+            lane.hold(submission.keep, end)
+            return StreamCompletion(end, results)
         except BaseException:
             lane.synchronize()  # what was submitted must not outlive its owners
             raise
@@ -341,7 +353,9 @@ class StreamedBackend:
             self._bounce_piece(submission, lane, runs, slot, results)
             return
         for group in _that_fit(rounds(runs, lane.addresses, self._limits)):
+            give_way()
             for part, tables in zip(group, submission.upload(group), strict=True):
+                give_way()
                 copies = memory.cut(_behind(part.copies, address + part.begin), column=1)
                 submission.submit(part, copies, tables, results)
 

@@ -10,9 +10,10 @@ its report gives blocks and slots back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from threading import Lock
 
 from lmcache_mp_safe.contract import (
     Integrity,
@@ -84,10 +85,8 @@ class WorkerHalf:
     def begin_step(self, plan: StepPlan) -> None:
         """Start the plan's copies behind everything that earlier steps have queued. Never raises."""
         self._use(plan.segment)
-        jobs: list[StoreJob | LoadJob] = [*plan.stores, *plan.loads]
-        started = [running for job in jobs if (running := self._start(job)) is not None]
-        if started:
-            self._executor.submit(self._copier.submit, started, self._record_fence())
+        if plan.stores or plan.loads:
+            self._start([*plan.stores, *plan.loads])
         if plan.wait_for:
             for running in self._running:
                 if running.job.job_id in plan.wait_for:
@@ -171,15 +170,19 @@ class WorkerHalf:
 
     # --- jobs -------------------------------------------------------------------------------------------------------
 
-    def _start(self, job: StoreJob | LoadJob) -> Running | None:
-        pool = self._pool
-        if pool is None or job.epoch != pool.segment.epoch:
-            why = "the job's pool is not the one in use"
-            self._end(job, JobReport(job.job_id, self._rank, JobOutcome.STALE_EPOCH, why))
-            return None
-        running = Running(job, pool)
-        self._running.append(running)
-        return running
+    def _start(self, jobs: Sequence[StoreJob | LoadJob]) -> None:
+        pool, lock = self._pool, Lock()
+        epoch = None if pool is None else pool.segment.epoch
+        started: list[Running] = []
+        for job in jobs:
+            if pool is not None and job.epoch == epoch:
+                started.append(Running(job, pool, lock))
+            else:
+                why = "the job's pool is not the one in use"
+                self._end(job, JobReport(job.job_id, self._rank, JobOutcome.STALE_EPOCH, why))
+        if started:
+            self._running += started
+            self._executor.submit(self._copier.submit, started, self._record_fence())
 
     def _advance(self) -> None:
         """Have the jobs settled that have nothing under way any more, and take the reports. Never raises."""
@@ -200,10 +203,10 @@ class WorkerHalf:
             if not self._settling.done():
                 return
             self._settling = None
-        for running in [run for run in self._running if run.report is not None]:
-            self._running.remove(running)
-            assert running.report is not None
-            self._end(running.job, running.report)
+        for running in self._running:
+            if running.report is not None:
+                self._end(running.job, running.report)
+        self._running = [running for running in self._running if running.report is None]
 
     def _end(self, job: StoreJob | LoadJob, report: JobReport) -> None:
         self._reports.append(report)

@@ -11,7 +11,7 @@ from lmcache_mp_safe.ops.contract import Bytes, Completion
 from lmcache_mp_safe.worker.pool import MappedPool
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Copy:
     """One object's copy, queued.
 
@@ -26,15 +26,15 @@ class Copy:
     seals: list[Seal] = field(default_factory=list)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Running:
     """One job.
 
     Attributes:
         pool: stays mapped while this job runs.
         copies: those that were queued. A job that failed half-way is over only when they are.
-        submitted: nothing will be added to `copies`. Changes once, under `lock`, which the copy thread holds while it
-            submits the job.
+        lock: one for all jobs of a plan; the copy thread holds it while it submits one of them.
+        submitted: nothing will be added to `copies`. Changes once, under the lock.
         failure: why the job will end as failed, once it is over.
         bad_seals: indices of a load's objects whose slot does not hold what was promised.
         report: the end; set by the copy thread, told by the engine's.
@@ -42,12 +42,12 @@ class Running:
 
     job: StoreJob | LoadJob
     pool: MappedPool
+    lock: Lock
     copies: list[Copy] = field(default_factory=list)
     submitted: bool = False
     failure: str | None = None
     bad_seals: tuple[int, ...] = ()
     report: JobReport | None = None
-    lock: Lock = field(default_factory=Lock)
 
     @property
     def over(self) -> bool:

@@ -299,8 +299,8 @@ def any_block_goes(patch: Patch) -> None:
 def any_epoch_goes(patch: Patch) -> None:
     real = WorkerHalf._start
 
-    def start(self: WorkerHalf, job: Any) -> Running | None:
-        return real(self, msgspec.structs.replace(job, epoch=1))
+    def start(self: WorkerHalf, jobs: Sequence[Any]) -> None:
+        real(self, [msgspec.structs.replace(job, epoch=1) for job in jobs])
 
     patch.setattr(WorkerHalf, "_start", start)
 
