@@ -27,9 +27,9 @@ from lmcache_mp_safe.geometry.payload import ObjectLayout
 from lmcache_mp_safe.geometry.spans import Spans, spans
 from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence
 from lmcache_mp_safe.ops.device import Device, DeviceError
-from lmcache_mp_safe.ops.streamed import DEFAULT_DIRECT_BYTES, StreamedBackend, _Store
+from lmcache_mp_safe.ops.streamed import StreamedBackend, _Store
 from lmcache_mp_safe.testing.pools import pool_file, simple_pages
-from lmcache_mp_safe.worker.copy_thread import copy_thread
+from lmcache_mp_safe.worker.copy_thread import CopyThread
 from lmcache_mp_safe.worker.half import WorkerHalf
 from lmcache_mp_safe.worker.pool import SHARED_MEMORY, MappedPool
 
@@ -192,7 +192,7 @@ class Copies:
             for index, (slot, completion) in enumerate(zip(self.slots, begun, strict=True)):
                 wanted = self.pages.payload(self.pages.sources[index])
                 arrived = (
-                    torch.from_numpy(slot[:size]).to(wanted.device)
+                    torch.from_numpy(slot[:size].copy()).to(wanted.device)  # torch cannot copy across registrations
                     if way == "store"
                     else self.pages.payload(self.pages.targets[index])
                 )
@@ -209,7 +209,7 @@ def checksum(payload: Bytes) -> int:
 
 
 @contextlib.contextmanager
-def copies(pages: Pages, device: Device, direct_bytes: int = DEFAULT_DIRECT_BYTES) -> Iterator[Copies]:
+def copies(pages: Pages, device: Device, direct_bytes: int | None = None) -> Iterator[Copies]:
     """A backend over the pages and a pool file whose slots are page-locked."""
     backend = StreamedBackend(device, [pages.buffer], direct_bytes=direct_bytes)
     size = pages.object_layout.object_bytes
@@ -228,14 +228,10 @@ def copies(pages: Pages, device: Device, direct_bytes: int = DEFAULT_DIRECT_BYTE
 
 
 @contextlib.contextmanager
-def worker_half(
-    pages: Pages, device: Device, direct_bytes: int = DEFAULT_DIRECT_BYTES, **options: Any
-) -> Iterator[WorkerHalf]:
+def worker_half(pages: Pages, device: Device, direct_bytes: int | None = None, **options: Any) -> Iterator[WorkerHalf]:
     """A worker half as `startup.py` makes it: copies are submitted by a thread of their own."""
     backend = StreamedBackend(device, [pages.buffer], direct_bytes=direct_bytes)
-    half = WorkerHalf(
-        rank=0, pages=pages.layout, backend=backend, executor=copy_thread(backend.enter_thread), **options
-    )
+    half = WorkerHalf(rank=0, pages=pages.layout, backend=backend, queue=CopyThread(backend.enter_thread), **options)
     try:
         yield half
     finally:

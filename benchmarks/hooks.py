@@ -25,7 +25,7 @@ from benchmarks.measure import GB, MS, US, percentile
 from benchmarks.runner import Check, Row, WrongBytesError
 from lmcache_mp_safe.contract import JobOutcome, LoadJob, PoolSegment, StepPlan, StoreJob
 from lmcache_mp_safe.ids import JobId, RequestId
-from lmcache_mp_safe.ops.streamed import DEFAULT_DIRECT_BYTES, StreamedBackend
+from lmcache_mp_safe.ops.streamed import StreamedBackend
 from lmcache_mp_safe.testing.pools import pool_file
 
 JOBS = 64
@@ -94,9 +94,9 @@ class Hooks:
     def run(self, quick: bool) -> Iterator[Row]:
         _, device = best_device()
         plans = 20 if quick else 250
-        geometries: tuple[tuple[Geometry, int], ...] = (
+        geometries: tuple[tuple[Geometry, int | None], ...] = (
             (hybrid(64 << 10), DIRECT_ALWAYS),
-            (attention(), DEFAULT_DIRECT_BYTES),
+            (attention(), None),
         )
         for geometry, direct_bytes in geometries:
             pages = Pages(geometry, JOBS)

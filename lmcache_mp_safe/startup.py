@@ -61,14 +61,14 @@ def make_worker_half(
     from lmcache_mp_safe.ops import choose_backend
     from lmcache_mp_safe.ops.streamed import StreamedBackend
     from lmcache_mp_safe.worker.caches import page_layout
-    from lmcache_mp_safe.worker.copy_thread import copy_thread
+    from lmcache_mp_safe.worker.copy_thread import CopyThread
     from lmcache_mp_safe.worker.half import WorkerHalf
 
     place = rank_place(vllm_config, get_tp_group().rank_in_group, get_pp_group().rank_in_group)
     pages, buffers = page_layout(kv_cache_config, kv_caches, geometry)
     backend = choose_backend(buffers, config.backend, config.staging_bytes)
-    executor = copy_thread(backend.enter_thread) if isinstance(backend, StreamedBackend) else None
-    worker = WorkerHalf(rank=place.rank, pages=pages, backend=backend, integrity=config.integrity, executor=executor)
+    queue = CopyThread(backend.enter_thread) if isinstance(backend, StreamedBackend) else None
+    worker = WorkerHalf(rank=place.rank, pages=pages, backend=backend, integrity=config.integrity, queue=queue)
     return worker, pages.rank_layout(place.rank, backend=f"{backend.name} ({backend.why})")
 
 

@@ -13,7 +13,8 @@ it uses: tables and digests belong to the kernel stream, and a staging buffer ch
 on the host, but for slots that could not be page-locked.
 
 Memory: pages and slots belong to the caller until the completion is done. Tables and digests in page-locked host memory
-belong to the lane until the event behind them has passed, whatever becomes of the completion. Staging buffers, device tables and streams live as long as the backend.
+belong to the lane until the event behind them has passed, whatever becomes of the completion. Staging buffers, device
+tables and streams live as long as the backend.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ from lmcache_mp_safe.ops.pinning import PinnedMemory
 from lmcache_mp_safe.ops.rounds import Limits, Round, Runs, rounds
 
 DEFAULT_STAGING_BYTES = 48 << 20
-DEFAULT_DIRECT_BYTES = 256 << 10  # where the two ways are about equally fast: docs/gpu.md
+# The shortest runs that are faster straight than by the staging buffer (docs/gpu.md). Towards the device one call with
+# many short copies keeps its caller waiting.
+STORE_DIRECT_BYTES = 128 << 10
+LOAD_DIRECT_BYTES = 1 << 20
 BOUNCE_BYTES = 16 << 20
 
 _STAGING_BUFFERS = 4  # two a direction
@@ -80,7 +84,8 @@ class StreamCompletion:
 class _Lane:
     """One direction: its streams, and the device memory that its copies use one after the other."""
 
-    def __init__(self, device: Device, buffer_bytes: int) -> None:
+    def __init__(self, device: Device, buffer_bytes: int, direct_bytes: int) -> None:
+        self.limits = Limits(buffer_bytes, _TABLE_RUNS, _TILES * TILE_BYTES, direct_bytes)
         self.copies: Stream = device.side_stream()
         self.kernels: Stream = device.side_stream()
         self.buffers: list[DeviceMemory] = [device.device_memory(buffer_bytes) for _ in range(2)]
@@ -259,7 +264,7 @@ class StreamedBackend:
     Args:
         buffers: flat uint8 torch tensors.
         staging_bytes: device memory for gathering short runs, both directions together.
-        direct_bytes: the shortest run that the copy engine takes straight from or to its page.
+        direct_bytes: the shortest run that is copied straight between page and slot; None for what is fastest.
     """
 
     def __init__(
@@ -268,7 +273,7 @@ class StreamedBackend:
         buffers: Sequence[Any],
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
-        direct_bytes: int = DEFAULT_DIRECT_BYTES,
+        direct_bytes: int | None = None,
     ) -> None:
         self.name, self.why = device.name, device.why
         self._device = device
@@ -276,8 +281,8 @@ class StreamedBackend:
         self._address = np.array([buffer.data_ptr() for buffer in buffers], dtype=np.int64)
         self._size = np.array([buffer.numel() for buffer in buffers], dtype=np.int64)
         buffer_bytes = max(staging_bytes // _STAGING_BUFFERS, TILE_BYTES)
-        self._limits = Limits(buffer_bytes, _TABLE_RUNS, _TILES * TILE_BYTES, direct_bytes)
-        self._out, self._in = _Lane(device, buffer_bytes), _Lane(device, buffer_bytes)
+        self._out = _Lane(device, buffer_bytes, STORE_DIRECT_BYTES if direct_bytes is None else direct_bytes)
+        self._in = _Lane(device, buffer_bytes, LOAD_DIRECT_BYTES if direct_bytes is None else direct_bytes)
         self._memories: list[PinnedMemory] = []
         self._bounce: Bytes | None = None
 
@@ -352,7 +357,7 @@ class StreamedBackend:
         if memory is None or not memory.is_pinned(address, len(slot)):
             self._bounce_piece(submission, lane, runs, slot, results)
             return
-        for group in _that_fit(rounds(runs, lane.addresses, self._limits)):
+        for group in _that_fit(rounds(runs, lane.addresses, lane.limits)):
             give_way()
             for part, tables in zip(group, submission.upload(group), strict=True):
                 give_way()
@@ -364,7 +369,7 @@ class StreamedBackend:
     ) -> None:
         if self._bounce is None:
             self._bounce = self._device.pinned_memory(BOUNCE_BYTES)
-        for part in rounds(runs, lane.addresses, replace(self._limits, payload_bytes=BOUNCE_BYTES)):
+        for part in rounds(runs, lane.addresses, replace(lane.limits, payload_bytes=BOUNCE_BYTES)):
             submission.bounce(part, slot, self._bounce[: part.end - part.begin], results)
 
     def _runs(self, spans: Spans, slot: Bytes) -> Runs:

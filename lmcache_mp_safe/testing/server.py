@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -41,6 +41,7 @@ class LMCacheServer:
         extra: further arguments for `lmcache server`.
         start_timeout_s: how long the start may take until the server answers a ping.
         log: file for the server's output; a temporary one if left out.
+        environment: added to this process's environment; an empty CUDA_VISIBLE_DEVICES hides the GPUs.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LMCacheServer:
         extra: Sequence[str] = (),
         start_timeout_s: float = 60.0,
         log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.shm_name = f"safe_{secrets.token_hex(6)}" if shm_name is None else shm_name
         self.port, http_port, prometheus_port = _free_ports(3)
@@ -65,6 +67,7 @@ class LMCacheServer:
             *extra,
         ]
         self._start_timeout_s = start_timeout_s
+        self._environment = {"LMCACHE_TRACK_USAGE": "false", **(environment or {})}
         self.log = log if log is not None else Path(tempfile.mkdtemp(prefix="lmcache_server_")) / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._paused = False
@@ -98,6 +101,12 @@ class LMCacheServer:
         Raises:
             ServerError: it ended or did not answer in time; the message ends with the tail of its log.
         """
+        if not self.running:
+            self.launch()
+            self.wait()
+
+    def launch(self) -> None:
+        """Start the process; `wait` has to follow. It comes up while something else is done."""
         if self.running:
             return
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -107,8 +116,11 @@ class LMCacheServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "LMCACHE_TRACK_USAGE": "false"},
+                env={**os.environ, **self._environment},
             )
+
+    def wait(self) -> None:
+        """Wait until a launched server answers. Raises as `start`."""
         try:
             self._wait_until_it_answers()
         except BaseException:

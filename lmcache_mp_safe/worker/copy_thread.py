@@ -6,26 +6,83 @@ and so do first touches of the server's memory. A hook only queues.
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Future
+from queue import PriorityQueue
+from threading import Thread
+from typing import Any, Protocol
 
-P = ParamSpec("P")
-T = TypeVar("T")
+logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
+
+_END, _URGENT, _USUAL = range(3)
+_Call = tuple[int, int, Future[None], Callable[..., None], tuple[Any, ...]]  # kind, number, result, function, arguments
 
 
-class InlineExecutor(Executor):
-    """Runs what is submitted before `submit` returns."""
+class CopyQueue(Protocol):
+    """Runs what it is given, one after the other, in the order given but for what is urgent."""
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
+    def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
+        """Queue a call. One that is urgent goes before those that are not and have not begun."""
+
+    def shutdown(self) -> None:
+        """Finish the call that runs, and drop the others."""
+
+
+class Inline:
+    """Runs a call before `submit` returns."""
+
+    def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
+        future: Future[None] = Future()
+        _run(future, act, arguments)
         return future
 
+    def shutdown(self) -> None:
+        """Nothing is ever queued."""
 
-def copy_thread(enter: Callable[[], None]) -> Executor:
-    """One thread, which runs what is submitted in order; `enter` makes the device its current one."""
-    return ThreadPoolExecutor(1, thread_name_prefix="lmcache_mp_safe-copies", initializer=enter)
+
+class CopyThread:
+    """One thread.
+
+    Args:
+        enter: called by the thread first; makes the device its current one.
+    """
+
+    def __init__(self, enter: Callable[[], None]) -> None:
+        self._numbers = itertools.count()
+        self._calls: PriorityQueue[tuple[int, int, Future[None], Callable[..., None], tuple[Any, ...]]] = (
+            PriorityQueue()
+        )
+        self._thread = Thread(target=self._work, args=(enter,), name="lmcache_mp_safe-copies", daemon=True)
+        self._thread.start()
+
+    def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
+        future: Future[None] = Future()
+        self._calls.put((_URGENT if urgent else _USUAL, next(self._numbers), future, act, arguments))
+        return future
+
+    def shutdown(self) -> None:
+        self._calls.put((_END, next(self._numbers), Future(), lambda: None, ()))
+        self._thread.join()
+
+    def _work(self, enter: Callable[[], None]) -> None:
+        try:
+            enter()
+        except Exception:  # then each copy fails by itself, and is reported
+            logger.exception("the copy thread cannot use its device")
+        while True:
+            kind, _, future, act, arguments = self._calls.get()
+            if kind == _END:
+                return
+            _run(future, act, arguments)
+
+
+def _run(future: Future[None], act: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    try:
+        act(*arguments)
+    except Exception as error:
+        logger.exception("a call on the copy thread failed")
+        future.set_exception(error)
+    else:
+        future.set_result(None)

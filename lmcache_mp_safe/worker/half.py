@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock
 
@@ -30,11 +30,13 @@ from lmcache_mp_safe.geometry.pages import PageLayout
 from lmcache_mp_safe.ids import RequestId, ServerEpoch
 from lmcache_mp_safe.ops.contract import Backend, Fence
 from lmcache_mp_safe.worker.copier import Copier, fail
-from lmcache_mp_safe.worker.copy_thread import InlineExecutor
+from lmcache_mp_safe.worker.copy_thread import CopyQueue, Inline
 from lmcache_mp_safe.worker.jobs import Running
 from lmcache_mp_safe.worker.pool import MappedPool
 
 logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
+
+_STORES_AT_ONCE = 8  # what a load, or the seal of an earlier store, may have to wait for
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class WorkerHalf:
     Args:
         rank: global rank; decides which slice of an object is this process's.
         pages: this rank's page layout; its digest is part of every seal.
-        executor: where copies are submitted and settled, one after the other.
+        queue: where copies are submitted and settled, one after the other.
     """
 
     def __init__(
@@ -61,14 +63,14 @@ class WorkerHalf:
         pages: PageLayout,
         backend: Backend,
         integrity: Integrity = Integrity.CHECKSUM,
-        executor: Executor | None = None,
+        queue: CopyQueue | None = None,
         open_pool: Callable[[PoolSegment, Backend], MappedPool] | None = None,
     ) -> None:
         self._rank = rank
         self._pages = pages
         self._backend = backend
         self._copier = Copier(rank, pages, backend, integrity)
-        self._executor = executor if executor is not None else InlineExecutor()
+        self._queue = queue if queue is not None else Inline()
         self._settling: Future[None] | None = None
         self._open_pool = open_pool if open_pool is not None else _open_pool
         self._pool: MappedPool | None = None
@@ -85,8 +87,10 @@ class WorkerHalf:
     def begin_step(self, plan: StepPlan) -> None:
         """Start the plan's copies behind everything that earlier steps have queued. Never raises."""
         self._use(plan.segment)
-        if plan.stores or plan.loads:
-            self._start([*plan.stores, *plan.loads])
+        fence = self._record_fence() if plan.stores or plan.loads else None
+        self._start(plan.loads, fence, urgent=True)  # a request waits for a load, nobody for a store
+        for start in range(0, len(plan.stores), _STORES_AT_ONCE):
+            self._start(plan.stores[start : start + _STORES_AT_ONCE], fence, urgent=False)
         if plan.wait_for:
             for running in self._running:
                 if running.job.job_id in plan.wait_for:
@@ -136,7 +140,7 @@ class WorkerHalf:
     def shutdown(self) -> None:
         """Wait for the copies under way, then unmap everything. They are not reported any more."""
         try:
-            self._executor.shutdown(cancel_futures=True)
+            self._queue.shutdown()
             self._backend.drain()
         except Exception:
             logger.exception("copies may still be under way: the server's pool stays mapped until the process ends")
@@ -166,11 +170,11 @@ class WorkerHalf:
     def _drop_old_pools(self) -> None:
         for pool in [p for p in self._old_pools if all(run.pool is not p for run in self._running)]:
             self._old_pools.remove(pool)
-            self._executor.submit(pool.close)  # giving page-locked memory back takes a while
+            self._queue.submit(pool.close)  # giving page-locked memory back takes a while
 
     # --- jobs -------------------------------------------------------------------------------------------------------
 
-    def _start(self, jobs: Sequence[StoreJob | LoadJob]) -> None:
+    def _start(self, jobs: Sequence[StoreJob | LoadJob], fence: Fence | None, *, urgent: bool) -> None:
         pool, lock = self._pool, Lock()
         epoch = None if pool is None else pool.segment.epoch
         started: list[Running] = []
@@ -182,13 +186,13 @@ class WorkerHalf:
                 self._end(job, JobReport(job.job_id, self._rank, JobOutcome.STALE_EPOCH, why))
         if started:
             self._running += started
-            self._executor.submit(self._copier.submit, started, self._record_fence())
+            self._queue.submit(self._copier.submit, started, fence, urgent=urgent)
 
     def _advance(self) -> None:
         """Have the jobs settled that have nothing under way any more, and take the reports. Never raises."""
         self._collect()
         if self._settling is None and self._may_settle():
-            self._settling = self._executor.submit(self._copier.settle, list(self._running))
+            self._settling = self._queue.submit(self._copier.settle, list(self._running), urgent=True)
             self._collect()
         self._drop_old_pools()
 

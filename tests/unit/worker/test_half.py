@@ -31,7 +31,7 @@ from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
 from lmcache_mp_safe.ops.contract import Backend, Bytes, SlotMemory
 from lmcache_mp_safe.ops.reference import InlineFence, PlainMemory, ReferenceBackend
 from lmcache_mp_safe.testing.pools import pool_file, random_buffer, simple_pages
-from lmcache_mp_safe.worker.copy_thread import copy_thread
+from lmcache_mp_safe.worker.copy_thread import CopyThread
 from lmcache_mp_safe.worker.half import WorkerHalf
 from lmcache_mp_safe.worker.pool import SHARED_MEMORY, MappedPool
 
@@ -593,8 +593,8 @@ def wait_for_report(rank: Rank, seconds: float = 10.0) -> JobReport:
 
 def test_jobs_go_over_a_thread_and_come_back_once(segment: PoolSegment) -> None:
     entered: list[str] = []
-    executor = copy_thread(lambda: entered.append(threading.current_thread().name))
-    rank = Rank(executor=executor)
+    queue = CopyThread(lambda: entered.append(threading.current_thread().name))
+    rank = Rank(queue=queue)
     copy = ObjectCopy(DIGEST, CHUNK, (0,))
     rank.half.begin_step(StepPlan(1, segment, stores=(StoreJob(JobId(1), ServerEpoch(1), copy),)))
     assert wait_for_report(rank).outcome is JobOutcome.DONE
@@ -612,9 +612,9 @@ def test_jobs_go_over_a_thread_and_come_back_once(segment: PoolSegment) -> None:
 def test_hooks_do_not_wait_for_the_thread_and_a_copy_that_has_not_begun_is_given_up(segment: PoolSegment) -> None:
     """Its block is about to be written again: the forward cannot wait for a copy that is not queued yet."""
     gate = threading.Event()
-    executor = copy_thread(lambda: None)
-    executor.submit(gate.wait, 30)
-    rank = Rank(executor=executor)
+    queue = CopyThread(lambda: None)
+    queue.submit(gate.wait, 30)
+    rank = Rank(queue=queue)
     job = StoreJob(JobId(1), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
     rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
     rank.half.begin_step(StepPlan(2, segment, wait_for=(JobId(1),)))
@@ -629,11 +629,54 @@ def test_hooks_do_not_wait_for_the_thread_and_a_copy_that_has_not_begun_is_given
 
 def test_shutdown_drops_what_was_not_begun(segment: PoolSegment) -> None:
     gate = threading.Event()
-    executor = copy_thread(lambda: None)
-    executor.submit(gate.wait, 30)
-    rank = Rank(executor=executor)
+    queue = CopyThread(lambda: None)
+    queue.submit(gate.wait, 30)
+    rank = Rank(queue=queue)
     job = StoreJob(JobId(1), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
     rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
     threading.Timer(0.05, gate.set).start()
     rank.half.shutdown()
     assert not any(bytes_of(segment))
+
+
+def test_load_goes_before_the_stores_that_have_not_begun(segment: PoolSegment) -> None:
+    gate, order = threading.Event(), list[str]()
+
+    class Noting(ReferenceBackend):
+        def copy_out(self, *arguments: Any) -> Any:
+            order.append("store")
+            return super().copy_out(*arguments)
+
+        def copy_in(self, *arguments: Any, **options: Any) -> Any:
+            order.append("load")
+            return super().copy_in(*arguments, **options)
+
+    store(Rank(), segment, CHUNK, [0])
+    queue = CopyThread(lambda: None)
+    queue.submit(gate.wait, 30)
+    rank = Rank(queue=queue, backend=Noting([random_buffer(BUFFER_BYTES).numpy()], "test"))
+    slots = [(1 + number) * LAYOUT.object_bytes for number in range(10)]
+    stores = tuple(StoreJob(JobId(n), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (s,))) for n, s in enumerate(slots))
+    rank.half.begin_step(StepPlan(1, segment, stores=stores))
+    load = LoadJob(JobId(99), ServerEpoch(1), RequestId("r"), (ObjectCopy(DIGEST, ((10, 11), ()), (0,)),))
+    rank.half.begin_step(StepPlan(2, segment, loads=(load,)))
+    gate.set()
+    reports: list[JobReport] = []
+    end = time.monotonic() + 10
+    while len(reports) < 11 and time.monotonic() < end:
+        report = rank.half.take_report()
+        reports += report.jobs if report is not None else ()
+        time.sleep(0.001)
+    assert {report.outcome for report in reports} == {JobOutcome.DONE}
+    assert len(reports) == 11
+    assert order == ["load"] + ["store"] * 10
+    rank.half.shutdown()
+
+
+def test_thread_that_cannot_use_its_device_still_runs_what_it_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    def enter() -> None:
+        raise RuntimeError("no device")
+
+    queue = CopyThread(enter)
+    queue.submit(lambda: None).result(10)
+    queue.shutdown()
