@@ -31,7 +31,7 @@ from lmcache_mp_safe.contract import SKIP
 from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.geometry.checksum import TILE_BYTES, combine, tile_count
 from lmcache_mp_safe.geometry.spans import Spans
-from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence, SlotMemory, give_way
+from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence, SlotMemory
 from lmcache_mp_safe.ops.device import Device, DeviceMemory, Event, Stream, Words
 from lmcache_mp_safe.ops.pinning import PinnedMemory
 from lmcache_mp_safe.ops.rounds import Limits, Round, Runs, rounds
@@ -334,7 +334,6 @@ class StreamedBackend:
     ) -> Completion:
         assert isinstance(after, StreamFence)
         runs = [None if slot is None else self._runs(spans.of_piece(i), slot) for i, slot in enumerate(slots)]
-        give_way()
         submission = kind(self._device, lane, checked)
         results = [None if part is None or not checked else submission.results(part) for part in runs]
         try:
@@ -358,9 +357,7 @@ class StreamedBackend:
             self._bounce_piece(submission, lane, runs, slot, results)
             return
         for group in _that_fit(rounds(runs, lane.addresses, lane.limits)):
-            give_way()
             for part, tables in zip(group, submission.upload(group), strict=True):
-                give_way()
                 copies = memory.cut(_behind(part.copies, address + part.begin), column=1)
                 submission.submit(part, copies, tables, results)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -679,4 +680,17 @@ def test_thread_that_cannot_use_its_device_still_runs_what_it_is_given(caplog: p
 
     queue = CopyThread(enter)
     queue.submit(lambda: None).result(10)
+    queue.shutdown()
+
+
+def test_threads_take_shorter_turns_only_while_there_is_something_to_copy() -> None:
+    usual = sys.getswitchinterval()
+    queue = CopyThread(lambda: None)
+    seen: list[float] = []
+    queue.submit(lambda: seen.append(sys.getswitchinterval())).result(10)
+    end = time.monotonic() + 10
+    while sys.getswitchinterval() != usual and time.monotonic() < end:
+        time.sleep(0.001)
+    assert sys.getswitchinterval() == usual
+    assert seen[0] < usual
     queue.shutdown()
