@@ -87,6 +87,7 @@ class CopyThread:
                     sys.setswitchinterval(self._usual_s)
             kind, _, future, act, arguments = self._calls.get()
             if kind == _END:
+                sys.setswitchinterval(self._usual_s)
                 return
             _run(future, act, arguments)
 
