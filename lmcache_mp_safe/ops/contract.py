@@ -17,7 +17,6 @@ submitted by one thread at a time, which may be another one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -27,15 +26,6 @@ from numpy.typing import NDArray
 from lmcache_mp_safe.geometry.spans import Spans
 
 Bytes = NDArray[np.uint8]
-
-
-def give_way() -> None:
-    """Let another thread have the interpreter, if one waits for it.
-
-    The copy thread calls this between steps of some 50 microseconds: left alone, CPython would let the thread that runs
-    the model wait for it up to its switch interval, 5 milliseconds.
-    """
-    time.sleep(0)
 
 
 class Fence(Protocol):

@@ -30,7 +30,7 @@ from lmcache_mp_safe.geometry.payload import SEAL_BYTES, Slice, piece_bytes
 from lmcache_mp_safe.geometry.seal import CLEARED, Seal, check_seal
 from lmcache_mp_safe.geometry.spans import Spans, spans
 from lmcache_mp_safe.ids import NULL_BLOCK
-from lmcache_mp_safe.ops.contract import Backend, Bytes, Fence, give_way
+from lmcache_mp_safe.ops.contract import Backend, Bytes, Fence
 from lmcache_mp_safe.worker.jobs import Copy, Running
 from lmcache_mp_safe.worker.pool import MappedPool
 
@@ -51,7 +51,6 @@ class Copier:
     def submit(self, jobs: Sequence[Running], fence: Fence | None) -> None:
         """Queue the copies of jobs that have not been given up meanwhile."""
         for running in jobs:
-            give_way()
             with running.lock:
                 if running.failure is None:
                     try:
@@ -64,7 +63,6 @@ class Copier:
         """Seal or check, and report, those that have nothing under way any more."""
         for running in jobs:
             if running.report is None and _is_over(running):
-                give_way()
                 running.report = self._report(running)
 
     # --- submitting -------------------------------------------------------------------------------------------------
@@ -82,7 +80,6 @@ class Copier:
         slices = [None if slot == SKIP else self._own_slice(running.pool, part, slot) for slot in copy.slots]
         self._require_blocks([copy], may_skip=False)
         payload = self._spans(copy, part)
-        give_way()
         for view in slices:
             if view is not None:
                 view[part.capacity :] = _as_bytes(CLEARED)

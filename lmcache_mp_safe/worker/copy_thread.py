@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
 
 # CPython lets a thread wait this long for the interpreter while another one computes, 5 ms by default. A copy gives it
 # up in a dozen calls of the driver, so beside an engine that polls, a load of 31 objects would wait 600 ms (seen).
-_SWITCH_S = 0.0005
+_SWITCH_S = 0.0002
 
 _END, _URGENT, _USUAL = range(3)
 _Call = tuple[int, int, Future[None], Callable[..., None], tuple[Any, ...]]  # kind, number, result, function, arguments
