@@ -36,7 +36,7 @@ from lmcache_mp_safe.worker.pool import MappedPool
 
 logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
 
-_STORES_AT_ONCE = 8  # what a load, or the seal of an earlier store, may have to wait for
+_JOBS_AT_ONCE = 8  # what a load, or the seal of an earlier store, may have to wait for
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,7 @@ class WorkerHalf:
         self._use(plan.segment)
         fence = self._record_fence() if plan.stores or plan.loads else None
         self._start(plan.loads, fence, urgent=True)  # a request waits for a load, nobody for a store
-        for start in range(0, len(plan.stores), _STORES_AT_ONCE):
-            self._start(plan.stores[start : start + _STORES_AT_ONCE], fence, urgent=False)
+        self._start(plan.stores, fence, urgent=False)
         if plan.wait_for:
             for running in self._running:
                 if running.job.job_id in plan.wait_for:
@@ -186,7 +185,13 @@ class WorkerHalf:
                 self._end(job, JobReport(job.job_id, self._rank, JobOutcome.STALE_EPOCH, why))
         if started:
             self._running += started
-            self._queue.submit(self._copier.submit, started, fence, urgent=urgent)
+            self._queue.submit(self._submit, started, fence, urgent, urgent=urgent)
+
+    def _submit(self, jobs: Sequence[Running], fence: Fence | None, urgent: bool) -> None:
+        """On the copy thread: a few at once, so that something urgent need not wait for all."""
+        self._copier.submit(jobs[:_JOBS_AT_ONCE], fence)
+        if len(jobs) > _JOBS_AT_ONCE:
+            self._queue.submit(self._submit, jobs[_JOBS_AT_ONCE:], fence, urgent, urgent=urgent)
 
     def _advance(self) -> None:
         """Have the jobs settled that have nothing under way any more, and take the reports. Never raises."""
