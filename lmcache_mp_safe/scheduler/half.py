@@ -135,6 +135,7 @@ class SchedulerHalf:
         self._refused: list[LoadJob] = []
         self._refused_loads: dict[JobId, RequestId] = {}
         self._unusable_epoch: ServerEpoch | None = None
+        self._told_segment: PoolSegment | None = None  # what the workers map, by the last plan
         self._next_epoch = ServerEpoch(1)
         self.counters: Counter[str] = Counter()
 
@@ -313,7 +314,8 @@ class SchedulerHalf:
                 self._consider(request_id, now)
         jobs, moved = stores.plan(self._plan_number, now)
         loads = (*self._live.hits.take_loads(), *refused)
-        return StepPlan(self._plan_number, self._segment(), tuple(jobs), loads, tuple(moved))
+        self._told_segment = self._segment()
+        return StepPlan(self._plan_number, self._told_segment, tuple(jobs), loads, tuple(moved))
 
     def finished(self, source: RequestSource) -> None:
         """The request ended; its blocks are freed right after. Last chance to certify what it leaves behind."""
@@ -357,7 +359,12 @@ class SchedulerHalf:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping so that copies and answers get through."""
+        """Whether the engine must keep stepping so that copies and answers get through.
+
+        The loss of a server has to get through too: its pool takes memory for as long as a worker maps it.
+        """
+        if self._live is not None and self._told_segment is not None and not self.wire.up:
+            return True
         attachments = [a for a in (self._live, *self._retired) if a is not None]
         return bool(self._refused_loads) or any(
             a.stores.busy or a.hits.running_loads or a.wire.unsettled for a in attachments

@@ -122,6 +122,11 @@ class FakeWire:
         self._answers = [Lost(self.epoch, "restarted")]
         self.epoch = ServerEpoch(self.epoch + 1)
 
+    def lose_server(self) -> None:
+        """The server dies, and none comes back."""
+        self.restart_server()
+        self.up, self.why_down = False, "dead"
+
     def evict(self, *, keep: int = 0) -> None:
         """Drop all readable, unlocked objects but the `keep` oldest."""
         for key in [k for k in list(self.stored)[keep:] if not self.locks[k]]:

@@ -152,14 +152,14 @@ class WorkerHalf:
     # --- the pool ---------------------------------------------------------------------------------------------------
 
     def _use(self, segment: PoolSegment | None) -> None:
-        """Map the plan's pool if it is a new one; the old one goes when its last copy is done."""
-        if segment is None or segment.epoch == self._refused_epoch:
-            return
-        if self._pool is not None:
-            if self._pool.segment.epoch == segment.epoch:
-                return
+        """Map the plan's pool if it is a new one. The old one goes when its last copy is done; also when there is no
+        new one, for a server that comes back may need the room that a dead one's pool takes while it is mapped."""
+        epoch = None if segment is None else segment.epoch
+        if self._pool is not None and self._pool.segment.epoch != epoch:
             self._old_pools.append(self._pool)
             self._pool = None
+        if segment is None or self._pool is not None or epoch == self._refused_epoch:
+            return
         try:
             self._pool = self._open_pool(segment, self._backend)
         except Exception as error:  # told to the scheduler, which says what it means

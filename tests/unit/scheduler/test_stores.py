@@ -458,6 +458,17 @@ def test_server_restart_forgets_what_was_acknowledged_and_stores_it_again() -> N
     world.check_idle()
 
 
+def test_engine_steps_on_until_the_workers_know_that_the_server_is_gone() -> None:
+    world = World()
+    request = started(world, FakeRequest("r", prompt(3 * BLOCK)))
+    compute_all(world, request)
+    world.wire.lose_server()
+    world.finish(request)  # notices, behind the last plan of the last request
+    assert world.half.has_pending_work
+    assert world.plan().segment is None
+    assert not world.half.has_pending_work
+
+
 def test_pins_of_copies_under_way_outlive_the_server_until_the_workers_answer() -> None:
     world = World()
     world.hold_reports = True

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -254,6 +255,15 @@ def test_new_epoch_maps_the_new_pool_and_lets_the_old_one_go(segment: PoolSegmen
         with pytest.raises(LocalError, match="unmapped"):
             opened[0].view(0, 1)
     assert len(opened) == 2
+
+
+def test_pool_of_a_server_that_is_gone_is_let_go_with_the_next_plan(segment: PoolSegment) -> None:
+    rank = Rank()
+    store(rank, segment, CHUNK, [0])
+    assert segment.name in Path("/proc/self/maps").read_text()
+    rank.half.begin_step(StepPlan(2, None))
+    assert segment.name not in Path("/proc/self/maps").read_text()
+    assert store(rank, segment, CHUNK, [0]).outcome is JobOutcome.DONE, "it is mapped again when it comes back"
 
 
 def test_pool_that_is_not_the_proven_one_is_refused_once_an_epoch(segment: PoolSegment) -> None:
