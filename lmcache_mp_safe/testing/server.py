@@ -57,6 +57,7 @@ class LMCacheServer:
     ) -> None:
         self.shm_name = f"safe_{secrets.token_hex(6)}" if shm_name is None else shm_name
         self.port, http_port, prometheus_port = _free_ports(3)
+        self.http_url = f"http://{_HOST}:{http_port}"
         self._arguments = [
             *_COMMAND,
             *("--host", _HOST, "--port", str(self.port)),

@@ -450,8 +450,7 @@ def active_lookups(server: LMCacheServer) -> int:
     import json
     import urllib.request
 
-    http_port = server._arguments[server._arguments.index("--http-port") + 1]
-    with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/status", timeout=5) as page:
+    with urllib.request.urlopen(f"{server.http_url}/status", timeout=5) as page:
         text = json.dumps(json.load(page))
     return int(text.split('"active_prefetch_jobs": ')[1].split(",")[0].rstrip("}"))
 
