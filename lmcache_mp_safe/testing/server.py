@@ -6,6 +6,8 @@ Everything goes by the child's own process id: nothing here can touch a server t
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import secrets
 import signal
@@ -17,13 +19,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, cast
 
 from lmcache_mp_safe.errors import Scope, ServerError
 
 _COMMAND = [sys.executable, "-c", "import sys; from lmcache.cli.main import main; sys.exit(main())", "server"]
 _HOST = "127.0.0.1"
 _PING_TIMEOUT_S = 1.0
+_HTTP_TIMEOUT_S = 10.0
+_FIRST_PORT = 10_000
 _LOG_TAIL_LINES = 25
 # The flags without which the server does not lend its memory.
 SHARED_MEMORY_FLAGS = ("--no-l1-use-lazy", "--supported-transfer-mode", "auto")
@@ -56,14 +60,13 @@ class LMCacheServer:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.shm_name = f"safe_{secrets.token_hex(6)}" if shm_name is None else shm_name
-        self.port, http_port, prometheus_port = _free_ports(3)
-        self.http_url = f"http://{_HOST}:{http_port}"
+        self.port, self._http_port, prometheus_port = _free_ports(3)
+        self.http_url = f"http://{_HOST}:{self._http_port}"
         self._arguments = [
             *_COMMAND,
             *("--host", _HOST, "--port", str(self.port)),
-            *("--http-port", str(http_port), "--prometheus-port", str(prometheus_port)),
+            *("--http-port", str(self._http_port), "--prometheus-port", str(prometheus_port)),
             *("--l1-size-gb", str(l1_size_gb), "--eviction-policy", "LRU"),
-            *(("--shm-name", self.shm_name) if self.shm_name else ()),
             *flags,
             *extra,
         ]
@@ -72,6 +75,7 @@ class LMCacheServer:
         self.log = log if log is not None else Path(tempfile.mkdtemp(prefix="lmcache_server_")) / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._paused = False
+        self._old_segments: list[Path] = []
 
     @property
     def url(self) -> str:
@@ -111,9 +115,10 @@ class LMCacheServer:
         if self.running:
             return
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        name = ("--shm-name", self.shm_name) if self.shm_name else ()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._arguments,
+                [*self._arguments, *name],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -175,15 +180,40 @@ class LMCacheServer:
         self._process = None
         self._paused = False
 
+    def rename(self) -> None:
+        """The next start gives the pool another name. The segment of the old one stays until somebody removes it."""
+        self._old_segments.append(self.segment_path)
+        self.shm_name = f"safe_{secrets.token_hex(6)}"
+
     def restart(self) -> None:
         """A new process with the same ports and the same pool name, after a clean end of the old one."""
         self.stop()
         self.start()
 
+    def status(self) -> dict[str, Any]:
+        """What the server's HTTP port says about itself: sessions, locks, the pool."""
+        return self._http("GET", "/status")
+
+    def clear(self) -> None:
+        """Drop every object, the locked ones too, as an operator can: bytes under a held slot may change from here."""
+        self._http("POST", "/cache/clear", {"tier": "l1", "force": True})
+
+    def _http(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        connection = http.client.HTTPConnection(_HOST, self._http_port, timeout=_HTTP_TIMEOUT_S)
+        with contextlib.closing(connection):
+            content = None if body is None else json.dumps(body)
+            connection.request(method, path, content, {"Content-Type": "application/json"} if content else {})
+            answer = connection.getresponse()
+            text = answer.read()
+        if answer.status != http.HTTPStatus.OK:
+            raise ServerError(f"{method} {path}: {answer.status} {text[:200]!r}", scope=Scope.SERVER)
+        return cast(dict[str, Any], json.loads(text))
+
     def _remove_segment(self) -> None:
-        if self.shm_name:
-            with contextlib.suppress(FileNotFoundError):
-                self.segment_path.unlink()
+        segments = [*self._old_segments, *([self.segment_path] if self.shm_name else [])]
+        self._old_segments.clear()
+        for segment in segments:
+            segment.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         self.start()
@@ -212,8 +242,20 @@ def answers_ping(url: str, timeout_s: float) -> bool:
 
 
 def _free_ports(count: int) -> list[int]:
+    """Free ports of the loopback that no outgoing connection takes meanwhile: a server that is killed wants its own
+    back."""
+    ports: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((_HOST, 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        while len(ports) < count:
+            port = secrets.choice(_server_ports())
+            one = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # in use
+                one.bind((_HOST, port))
+                ports.append(port)
+    return ports
+
+
+def _server_ports() -> range:
+    """Ports below those that outgoing connections take, where the system leaves any."""
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    return range(_FIRST_PORT, first_outgoing if first_outgoing > _FIRST_PORT else 1 << 16)
