@@ -177,6 +177,7 @@ class ServerModel:
         self.jobs: dict[str, int] = {}
         self.results: dict[str, int] = {}
         self.reading: dict[Any, list[tuple[str, int]]] = {}
+        self.refused: set[Any] = set()
         self.sessions: set[str] = set()
         self.ended: set[str] = set()
 
@@ -217,6 +218,8 @@ class ServerModel:
         self.jobs[name] = found
 
     def _status(self, name: str) -> int:
+        if name not in self.jobs:
+            return 0
         self.results[name] = self.jobs.pop(name)
         return self.results[name]
 
@@ -228,6 +231,7 @@ class ServerModel:
     def _retrieve(self, key: Any, fail: bool) -> FakeAnswer:
         objects = [(key.request_id, index) for index in self._objects(key)]
         if fail:
+            self.refused.add(key)
             self._release(objects)  # a failed retrieve releases the locks of what was readable
             return FakeAnswer(success=False)
         assert key not in self.reading, "two retrieves under one record"
@@ -235,7 +239,8 @@ class ServerModel:
         return slots([index * self.object_bytes for _, index in objects], self.object_bytes)
 
     def _done(self, key: Any) -> bool:
-        self._release(self.reading.pop(key))
+        if key not in self.refused:  # the end of a retrieve that failed releases nothing
+            self._release(self.reading.pop(key))
         return True
 
     def _end(self, name: str) -> None:

@@ -22,7 +22,12 @@ class Kind(enum.Enum):
 
 @dataclass
 class Call:
-    """A call that the server has not answered. `told`: its caller was told that it timed out."""
+    """A call that the server has not answered.
+
+    Attributes:
+        told: its caller was told that it timed out.
+        inherited: a lookup that an earlier connection sent; it may have been told what was found.
+    """
 
     number: CallId
     kind: Kind
@@ -36,6 +41,7 @@ class Call:
     acknowledged: bool = False  # LOOKUP: the lookup itself is; the future is a status question
     ask_again_at: float = 0.0
     told: bool = False
+    inherited: bool = False
 
 
 @dataclass

@@ -24,7 +24,7 @@ class Session:
             hashes by position under it.
         locked: ranges of objects whose read locks this session holds.
         locked_at: when the lookup that took them was sent.
-        reading: key of the open retrieve, whose commit releases its locks.
+        reading: key of the open retrieve, whose commit releases its locks. reader: the instance that it is noted for.
         reservations: key and lease of each reservation that was answered and not committed.
         running: calls that were not answered and have not timed out.
         looking_up: the lookup that was not answered, timed out or not: its locks are not known yet.
@@ -39,6 +39,7 @@ class Session:
     locked: list[range] = field(default_factory=list)
     locked_at: float = 0.0
     reading: Any = None
+    reader: int = 0
     reservations: dict[CallId, tuple[Any, float]] = field(default_factory=dict)
     running: set[CallId] = field(default_factory=set)
     looking_up: CallId | None = None
@@ -63,6 +64,11 @@ class Session:
         self.locked_at = sent
         if found:
             self.locked = [range(found)]
+
+    def read(self, key: Any, instance: int, sent: float) -> None:
+        """A retrieve is open, and may have used locks taken at `sent` at the latest."""
+        self.reading, self.reader = key, instance
+        self.locked_at = self.locked_at or sent
 
     def unlock(self, start: int, end: int) -> None:
         """These locks are no longer this session's to release.

@@ -21,6 +21,7 @@ from lmcache_mp_safe.ids import ServerEpoch
 from lmcache_mp_safe.wire.calls import Call, Kind, Link
 from lmcache_mp_safe.wire.config import WireConfig
 from lmcache_mp_safe.wire.connecting import Maker, Target
+from lmcache_mp_safe.wire.debts import Debts, debts_of
 from lmcache_mp_safe.wire.events import (
     CallFailed,
     CallId,
@@ -78,6 +79,7 @@ class Wire:
         self._epochs = itertools.count(config.first_epoch)
         self._sessions: dict[SessionId, Session] = {}
         self._closing: dict[SessionId, Session] = {}
+        self._debts: list[Debts] = []
         self._events: list[WireEvent] = []
         self._link: Link | None = None
         self._last_epoch = config.first_epoch
@@ -164,7 +166,7 @@ class Wire:
         reserved = bool(link.uncommitted) or any(call.kind is Kind.RESERVE for call in link.open.values())
         for session in [*self._sessions.values(), *self._closing.values()]:
             if session.reading is not None:
-                client.commit_retrieve(session.reading, link.connection.instance)
+                client.commit_retrieve(session.reading, session.reader)
             for part in session.locked:
                 client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1)
             if session.used:
@@ -210,6 +212,7 @@ class Wire:
         segment = PoolSegment(epoch, result.shm_name, result.pool.size, result.pool.inode)
         self._link = Link(result, epoch, segment, next_beat=now + self._config.heartbeat_s)
         self._last_epoch, self._backoff_s, self.why_down = epoch, _FIRST_BACKOFF_S, ""
+        self._inherit(self._link, now)
         self._events.append(Connected(epoch, segment, result.server_chunk))
 
     def _down(self, why: str, now: float) -> None:
@@ -220,9 +223,10 @@ class Wire:
         self._backoff_s = min(2 * self._backoff_s, self._config.backoff_max_s)
 
     def _lose(self, why: str, now: float) -> None:
-        """The server is gone or not to be trusted: everything that was owned there is gone with it."""
+        """The server is gone or not to be trusted: nothing of what was owned there may be used any more."""
         link, self._link = self._link, None
         assert link is not None
+        self._debts.append(debts_of(link, [*self._sessions.values(), *self._closing.values()]))
         self._events = [Lost(link.epoch, why)]
         for call in link.open.values():
             self._tell(call, CallFailed(call.number, call.session, FailureKind.LOST, why))
@@ -231,6 +235,22 @@ class Wire:
         self._maker.close(link.connection)
         self._down(why, now)
         self._retry_at = now
+
+    def _inherit(self, link: Link, now: float) -> None:
+        """Close what earlier connections left open on this very server. What does not fit into the queue is left to
+        the server's lock time."""
+        debts, self._debts = self._debts, []
+        for debt in debts:
+            if debt.inode != link.segment.inode:
+                continue  # that server is gone
+            for session in debt.sessions:
+                lookup = debt.lookups.get(session.number)
+                self._closing[session.number] = session
+                if lookup is not None and link.has_room(1, self._config.max_unanswered_calls):
+                    status = link.connection.client.query_prefetch_status(session.name)
+                    call = self._send(link, Kind.LOOKUP, session, status, now, end=lookup.objects)
+                    call.acknowledged, call.inherited, call.sent = True, True, lookup.sent
+                    session.looking_up = call.number
 
     def _beat(self, link: Link, now: float) -> None:
         """Registering is the heartbeat: it proves our registration, which a ping does not, and heals a lost one."""
@@ -304,12 +324,12 @@ class Wire:
 
     def _give_back(self, link: Link, session: Session, now: float) -> None:
         client = link.connection.client
-        key, locked = session.reading, session.locked
+        key, reader, locked = session.reading, session.reader, session.locked
         session.reading, session.locked = None, []
         if now - session.locked_at > self._config.lock_time_s:
             return  # the server took them back, and its counts are anonymous: a release would be another reader's
         if key is not None:
-            self._send(link, Kind.SETTLE, session, client.commit_retrieve(key, link.connection.instance), now)
+            self._send(link, Kind.SETTLE, session, client.commit_retrieve(key, reader), now)
         for part in locked:
             freed = client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1)
             self._send(link, Kind.SETTLE, session, freed, now)
@@ -355,7 +375,7 @@ class Wire:
             return  # with no room for the call it is made when the session closes
         key, found.reading = found.reading, None
         if now - found.locked_at <= self._config.lock_time_s:
-            future = link.connection.client.commit_retrieve(key, link.connection.instance)
+            future = link.connection.client.commit_retrieve(key, found.reader)
             self._send(link, Kind.SETTLE, found, future, now)
 
     def free(self, session: SessionId, start: int, end: int, now: float) -> None:
@@ -518,11 +538,10 @@ class Wire:
             found = found_objects(answer, call.end)
         except ServerError:
             if session is not None:
-                # The server frees what it noted for the session and no more, so asking for all of it is safe.
-                session.lock(call.end, call.sent)
+                session.lock(call.end, call.sent)  # the server frees no more than it noted for the session
             raise
         if session is not None:
-            session.lock(found, call.sent)
+            session.lock(call.end if call.inherited else found, call.sent)  # the server frees no more than it noted
             if call.told and not session.closing:
                 self._give_back(link, session, now)
         self._finish(link, call, LookupAnswered(call.number, call.session, found))
@@ -538,7 +557,7 @@ class Wire:
             client = link.connection.client
             self._send(link, Kind.SETTLE, session, client.commit_retrieve(call.key, link.connection.instance), now)
         else:
-            session.reading = call.key
+            session.read(call.key, link.connection.instance, call.sent)
         count = call.end - call.start
         offsets = retrieved_offsets(answer.context, count, self._config.object_bytes, link.segment.size)
         self._finish(link, call, Retrieved(call.number, call.session, offsets))

@@ -207,6 +207,10 @@ def end_of_a_session_before_its_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(wire.Wire, "_settle_closing", hasty)
 
 
+def debts_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(wire.Wire, "_inherit", lambda *_: None)
+
+
 # --- who must notice --------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +270,11 @@ MUTANTS = [
         WIRE.test_close_during_a_retrieve_that_fails_neither_commits_nor_frees_its_locks,
     ),
     mutant(commit_after_the_lease, WIRE.test_commit_after_the_lease_is_refused_here),
+    mutant(
+        debts_are_forgotten,
+        WIRE.test_what_was_owed_to_a_server_that_stood_still_is_settled_when_it_goes_on,
+        state="reading",
+    ),
     mutant(end_of_a_session_before_its_commit, WIRE.test_close_waits_for_a_commit_before_it_ends),
 ]
 

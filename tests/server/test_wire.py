@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from lmcache_mp_safe.testing.leftovers import server_inventory
 from lmcache_mp_safe.testing.server import LMCacheServer
 from lmcache_mp_safe.wire import (
     CallFailed,
@@ -426,6 +427,43 @@ def test_a_short_stop_is_a_late_answer_and_leaves_no_lock(server: LMCacheServer)
     assert driver.wire.epoch == epoch
     assert locks_left(driver, sequence) is False
     driver.wire.shutdown(2.0)
+
+
+@pytest.mark.parametrize("state", ["lookup", "locks", "retrieve", "reading"])
+def test_a_server_that_was_given_up_while_it_stood_still_keeps_no_lock(server: LMCacheServer, state: str) -> None:
+    driver = Driver(server.url, heartbeat_s=0.5, call_timeout_s=1.0, lookup_timeout_s=0.5)
+    driver.connect()
+    sequence = digests(3)
+    driver.store(sequence, [bytes(OBJECT)] * 3)
+    if state == "lookup":
+        server.pause()
+        driver.wire.lookup(driver.wire.open(sequence), 3, driver.now)
+    else:
+        session, _ = driver.found(sequence)
+        if state == "reading":
+            driver.answer(Retrieved, driver.wire.retrieve(session, 0, 2, driver.now))
+        server.pause()
+        if state == "retrieve":
+            driver.wire.retrieve(session, 0, 2, driver.now)
+    driver.until(lambda: not driver.wire.up)
+    server.resume()
+    driver.until(lambda: driver.wire.up)
+    driver.until(driver.settled)
+    assert server_inventory(server) == {}
+    driver.wire.shutdown(2.0)
+
+
+def test_the_end_of_a_retrieve_that_never_was_releases_nothing(driver: Driver, shared_server: LMCacheServer) -> None:
+    sequence = digests(2)
+    driver.store(sequence, [bytes(OBJECT)] * 2)
+    session, _ = driver.found(sequence)
+    link = driver.wire._link
+    assert link is not None
+    key = driver.wire._key(link, driver.wire._sessions[session], 0, 2, unique=True)
+    assert link.connection.client.commit_retrieve(key, link.connection.instance).wait(5)
+    assert server_inventory(shared_server)["server: read_locked_count"] == 2
+    driver.wire.close(session, driver.now)
+    driver.until(driver.settled)
 
 
 def test_what_was_queued_for_a_dead_server_does_not_reach_the_next_one(server: LMCacheServer) -> None:

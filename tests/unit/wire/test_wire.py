@@ -483,6 +483,78 @@ def test_a_replaced_segment_ends_the_epoch_and_the_next_one_names_the_new_inode(
     assert bench.maker.clients[0].closed
 
 
+# --- a server that stood still until it was given up ----------------------------------------------------------------
+
+
+def served(bench: Bench, model: ServerModel, **options: Any) -> None:
+    """Carry out everything the current client has sent, as often as that leads to new calls."""
+    for _ in range(6):
+        for call in bench.client.open_calls:
+            model.serve(call, **options)
+        bench.after(0.2)
+
+
+def stand_still(bench: Bench, model: ServerModel, **options: Any) -> FakeClient:
+    """The server answers nothing until it is given up, then carries out all it was sent, for nobody; and goes on."""
+    old = bench.client
+    bench.after(CONFIG.heartbeat_s)
+    events = bench.after(CONFIG.call_timeout_s + 1)
+    assert any(isinstance(event, Lost) for event in events)
+    for call in old.open_calls:
+        model.serve(call, **options)
+    bench.after(0.1)
+    bench.after(0.1)
+    assert bench.client is not old
+    return old
+
+
+STATES = ("lookup", "status", "locks", "retrieve", "failed retrieve", "reading", "closing")
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_what_was_owed_to_a_server_that_stood_still_is_settled_when_it_goes_on(bench: Bench, state: str) -> None:
+    model = ServerModel(OBJECT, CHUNK, stored=4)
+    session = bench.wire.open(DIGESTS)
+    bench.wire.lookup(session, 6, bench.now)
+    if state != "lookup":
+        model.serve(bench.client.waiting("lookup"))
+        bench.poll()
+    if state not in ("lookup", "status"):
+        served(bench, model)
+    if state in ("retrieve", "failed retrieve", "reading", "closing"):
+        bench.wire.retrieve(session, 0, 3, bench.now)
+    if state in ("reading", "closing"):
+        served(bench, model)
+    if state == "closing":
+        bench.wire.close(session, bench.now)
+    stand_still(bench, model, fail_retrieve=state == "failed retrieve")
+    served(bench, model)
+    assert not bench.held_anything()
+    model.check_settled()
+
+
+def test_what_was_owed_to_a_server_that_died_is_not_said_to_the_next_one(bench: Bench, segment: Path) -> None:
+    bench.reading()
+    segment.unlink()
+    segment.touch(mode=0o600)
+    os.truncate(segment, POOL)
+    bench.after(CONFIG.heartbeat_s)
+    bench.after(1.0)
+    bench.after(1.0)
+    assert bench.wire.up
+    assert bench.names() == []
+    assert not bench.held_anything()
+
+
+def test_locks_that_the_server_has_taken_back_meanwhile_are_not_released(bench: Bench) -> None:
+    bench.looked_up()
+    bench.now += CONFIG.lock_time_s
+    model = ServerModel(OBJECT, CHUNK, stored=4)
+    stand_still(bench, model)
+    served(bench, model)
+    assert bench.names() == ["end"]
+
+
 def test_calls_while_down_fail_in_the_next_poll_and_raise_nothing(bench: Bench, segment: Path) -> None:
     segment.unlink()
     bench.after(CONFIG.heartbeat_s)

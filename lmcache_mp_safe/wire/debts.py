@@ -1,0 +1,52 @@
+"""What a connection that was given up still owes its server.
+
+A server that died is owed nothing. One that only stood still goes on with what it was sent: its lookups take locks, and
+a lookup whose status nobody asks for stays in it for ever. When the next connection leads to the same server, which its
+pool tells, the debts are settled there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lmcache_mp_safe.wire.calls import Kind, Link
+from lmcache_mp_safe.wire.events import SessionId
+from lmcache_mp_safe.wire.sessions import Session
+
+
+@dataclass(frozen=True)
+class UnansweredLookup:
+    """Objects that were asked for, and when."""
+
+    objects: int
+    sent: float
+
+
+@dataclass(frozen=True)
+class Debts:
+    """Sessions to be closed on the server that owns the pool with this inode, and their lookups without an answer."""
+
+    inode: int
+    sessions: tuple[Session, ...]
+    lookups: dict[SessionId, UnansweredLookup]
+
+
+def debts_of(link: Link, sessions: Iterable[Session]) -> Debts:
+    """What is owed once the link is given up; the sessions are no longer anybody else's.
+
+    A retrieve without an answer is taken to have succeeded: ending one that failed releases nothing. A release without
+    an answer is taken to have arrived: locks are anonymous counts, and a second one would be another reader's.
+    """
+    owed = {session.number: session for session in sessions}
+    lookups: dict[SessionId, UnansweredLookup] = {}
+    for call in link.open.values():
+        if call.kind is Kind.LOOKUP:
+            lookups[call.session] = UnansweredLookup(call.end, call.sent)
+        elif call.kind is Kind.RETRIEVE:
+            session = owed.setdefault(call.session, Session(call.session, "", ""))
+            session.read(call.key, link.connection.instance, call.sent)
+    for session in owed.values():
+        session.running.clear()
+        session.closing, session.looking_up = True, None
+    return Debts(link.segment.inode, tuple(owed.values()), lookups)
