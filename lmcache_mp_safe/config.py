@@ -184,11 +184,20 @@ def _server_url(extra: Mapping[str, Any]) -> str:
         addresses = [part.strip() for part in parts if part.strip()]
         if len(addresses) != 1:
             raise ConfigError(f"{urls_key} names {len(addresses)} servers; this connector uses exactly one")
-        return _with_scheme(addresses[0])
+        return _with_scheme(urls_key, addresses[0])
     host = _text(STOCK + "host", extra.get(STOCK + "host", "tcp://localhost"))
     port = _whole(1, 65535)(STOCK + "port", extra.get(STOCK + "port", 5555))
-    return f"{_with_scheme(host)}:{port}"
+    return f"{_with_scheme(STOCK + 'host', host)}:{port}"
 
 
-def _with_scheme(address: str) -> str:
-    return address if "://" in address else f"tcp://{address}"
+def _with_scheme(key: str, address: str) -> str:
+    """The address, `tcp://` where it names no transport.
+
+    Raises:
+        ConfigError: a transport other than ZMQ's.
+    """
+    if "://" not in address:
+        return f"tcp://{address}"
+    if not address.startswith(("tcp://", "ipc://")):
+        raise ConfigError(f"{key} is {address!r}: this connector speaks ZMQ only; use tcp:// or ipc://")
+    return address

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 # Part of every digest and namespace: a change of the payload, the seal or the digests must change it.
-FORMAT_VERSION = "2"
+FORMAT_VERSION = "3"
 
 _DIGEST_BYTES = 32
 _SLUG_CHARACTERS = 40
@@ -46,7 +45,7 @@ class PrefixDigests:
     """Digests of one request's prefixes, computed as far as they are asked for.
 
     Args:
-        tokens: returns token ids [start, end) of the request; they never change once known.
+        tokens: returns token ids [start, end) of the request, a list; they never change once known.
         extra: returns vLLM's extra keys for tokens [start, end).
         chunk_tokens: C.
     """
@@ -61,6 +60,12 @@ class PrefixDigests:
         self._extra = extra
         self._chunk_tokens = chunk_tokens
         self._chain: list[bytes] = []
+
+    def chunk(self, index: int) -> bytes:
+        """Digest of one chunk."""
+        if len(self._chain) <= index:
+            self.chunks(index + 1)
+        return self._chain[index]
 
     def chunks(self, count: int) -> Sequence[bytes]:
         """Digests of the first `count` chunks, each naming the whole prefix up to the chunk's end.
@@ -82,7 +87,7 @@ class PrefixDigests:
     def _range_digest(self, domain: bytes, start: int, end: int) -> bytes:
         parent_index = start // self._chunk_tokens - 1
         parent = self._chain[parent_index] if parent_index >= 0 else b""
-        tokens = array("q", self._tokens(start, end)).tobytes()
+        tokens = msgspec.msgpack.encode(self._tokens(start, end))
         extra = encode_extra(self._extra(start, end)) if end > start else b""
         return _digest(domain, parent, end.to_bytes(8, "little"), tokens, extra)
 

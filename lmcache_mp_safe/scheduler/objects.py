@@ -48,7 +48,7 @@ class ModelObjects:
         return [payload_bytes(columns, rank.group_page_bytes) for rank in self.ranks]
 
     def chunk(self, digests: PrefixDigests, index: int) -> ObjectName:
-        digest = digests.chunks(index + 1)[index]
+        digest = digests.chunk(index)
         return ObjectName(digest, self.geometry.chunk_columns(index), (digest,))
 
     def boundary(self, digests: PrefixDigests, boundary: int) -> ObjectName:

@@ -165,7 +165,7 @@ class Stores:
         below = boundary // self._geometry.chunk_tokens
         if not below or not self._geometry.has_append_only:
             return True
-        return digests.chunks(below)[-1] in self._known.acknowledged
+        return digests.chunk(below - 1) in self._known.acknowledged
 
     def _boundaries(self, after: int, verified: int, num_prompt_tokens: int) -> list[int]:
         """Boundaries in (after, verified] that are worth an object of their own.

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmcache_mp_safe.testing.received import as_received
 from lmcache_mp_safe.wire.connecting import Connection, Target
 from lmcache_mp_safe.wire.pool import PoolView
 
@@ -183,21 +184,22 @@ class ServerModel:
 
     def serve(self, call: FakeCall, *, fail_retrieve: bool = False, still_running: bool = False) -> None:
         """Carry the call out and answer it."""
+        argument: Any = as_received(call.arguments[0])
         match call.name:
             case "lookup":
-                self._lookup(call.arguments[0])
+                self._lookup(argument)
                 call.answer(None)
             case "status":
-                call.answer(None if still_running else self._status(call.arguments[0]))
+                call.answer(None if still_running else self._status(argument))
             case "free":
-                self._free(call.arguments[0])
+                self._free(argument)
                 call.answer(None)
             case "retrieve":
-                call.answer(self._retrieve(call.arguments[0], fail_retrieve))
+                call.answer(self._retrieve(argument, fail_retrieve))
             case "done":
-                call.answer(self._done(call.arguments[0]))
+                call.answer(self._done(argument))
             case "end":
-                self._end(call.arguments[0])
+                self._end(argument)
                 call.answer(None)
 
     def check_settled(self) -> None:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import msgspec
 from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey, RegisterEngineDrivenContextPayload
 
 _ROW_BYTES = 4096
 
 
 def object_key(
-    namespace: str, session: str, salt: str, tokens: Sequence[int], start: int, end: int, suffix: Sequence[int] = ()
+    namespace: str, session: str, salt: str, tokens: msgspec.Raw | tuple[int, ...], start: int, end: int
 ) -> IPCCacheServerKey:
     """A key for the objects whose tokens are [start, end) of the sequence.
 
     Args:
-        tokens: the sequence from 0 to `end`: the server hashes it chunk by chunk from its beginning.
-        suffix: fewer ints than a chunk, behind the last full one. The chunk hashes ignore them, but the server keeps
-            its record of an open operation under the whole key: a suffix of its own gives each operation a record of
-            its own, so a retry cannot overwrite an open range and two loads of one range need not take turns.
+        tokens: the sequence from 0 to `end`: the server hashes it chunk by chunk from its beginning. Fewer ints than a
+            chunk may follow. The chunk hashes ignore them, but the server keeps its record of an open operation under
+            the whole key: a suffix of its own gives each operation a record of its own, so a retry cannot overwrite an
+            open range and two loads of one range need not take turns.
     """
     return IPCCacheServerKey(
         model_name=namespace,
         world_size=1,  # one object holds the slices of all ranks
         worker_id=0,
-        token_ids=(*tokens, *suffix),
+        token_ids=tokens,
         start=start,
         end=end,
         request_id=session,

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.wire.events import CallId, SessionId
-from lmcache_mp_safe.wire.tokens import synthetic_tokens
+from lmcache_mp_safe.wire.tokens import encoded_objects, token_array
 
 
 @dataclass
@@ -46,16 +48,15 @@ class Session:
     used: bool = False
     closing: bool = False
     after: SessionId | None = None
-    _tokens: list[int] = field(default_factory=list)
+    _encoded: list[bytes] = field(default_factory=list)
 
-    def tokens(self, objects: int, chunk: int) -> Sequence[int]:
-        """The synthetic tokens of the first `objects` objects."""
-        known = len(self._tokens) // chunk
+    def tokens(self, objects: int, chunk: int, suffix: Sequence[int] = ()) -> msgspec.Raw:
+        """The synthetic tokens of the first `objects` objects, and the suffix behind them."""
         if objects > len(self.digests):
             raise LocalError(f"session {self.number} has {len(self.digests)} objects, not {objects}")
-        if known < objects:
-            self._tokens += synthetic_tokens(self.digests[known:], chunk)
-        return self._tokens[: objects * chunk]
+        if len(self._encoded) < objects:
+            self._encoded += encoded_objects(self.digests[len(self._encoded) :], chunk)
+        return token_array(self._encoded[:objects], chunk, suffix)
 
     def lock(self, found: int, sent: float) -> None:
         """A lookup that was sent at this moment locked the first `found` objects."""

@@ -428,10 +428,8 @@ class Wire:
     def _key(self, link: Link, session: Session, start: int, end: int, *, unique: bool = False) -> Any:
         chunk = link.connection.server_chunk
         suffix = [secrets.randbits(31) for _ in range(_SUFFIX_INTS)] if unique else []
-        tokens = session.tokens(end, chunk)
-        return object_key(
-            self._config.namespace, session.name, session.salt, tokens, start * chunk, end * chunk, suffix
-        )
+        tokens = session.tokens(end, chunk, suffix)
+        return object_key(self._config.namespace, session.name, session.salt, tokens, start * chunk, end * chunk)
 
     def _send(
         self,

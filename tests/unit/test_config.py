@@ -42,6 +42,8 @@ WRONG: list[tuple[str, Any]] = [
     ("lmcache.mp.server_urls", ["a:1", "b:2"]),
     ("lmcache.mp.server_urls", []),
     ("lmcache.mp.server_urls", 7),
+    ("lmcache.mp.server_urls", "grpc://h:1"),
+    ("lmcache.mp.host", "grpc://h"),
     ("lmcache.mp.host", 7),
     ("lmcache.mp.port", "5555"),
     ("lmcache.mp.port", 0),

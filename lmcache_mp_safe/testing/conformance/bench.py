@@ -109,10 +109,9 @@ class Bench:
             self.namespace if namespace is None else namespace,
             self.session() if session is None else session,
             salt,
-            tokens[: last * self.chunk],
+            (*tokens[: last * self.chunk], *suffix),
             start * self.chunk,
             last * self.chunk,
-            suffix,
         )
 
     # --- operations -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lmcache_mp_safe.testing.fake_server.server import Reply
+from lmcache_mp_safe.testing.received import as_received
 
 _PENDING = object()
 
@@ -53,7 +54,7 @@ class Server(Protocol):
 
 def carry(call: Call, server: Server) -> None:
     """Have the server carry out the call, and answer it if the server does."""
-    reply = server.handle(call.operation, call.arguments)
+    reply = server.handle(call.operation, tuple(map(as_received, call.arguments)))
     if reply is not None:
         call.answer(reply.value)
 

@@ -4,51 +4,59 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
+from lmcache.v1.multiprocess.transport.zmq_impl.mq import msgspec_decode, msgspec_encode
 
 from lmcache_mp_safe.errors import Scope, ServerError
+from lmcache_mp_safe.wire.events import SessionId
 from lmcache_mp_safe.wire.keys import object_key, registration
 from lmcache_mp_safe.wire.pool import PoolView
 from lmcache_mp_safe.wire.salts import wire_salt
-from lmcache_mp_safe.wire.tokens import MIN_CHUNK, bits_per_int, synthetic_tokens
+from lmcache_mp_safe.wire.sessions import Session
+from lmcache_mp_safe.wire.tokens import MIN_CHUNK, bits_per_int, encoded_objects, plain_tokens, token_array
 
 digests = st.binary(min_size=32, max_size=32)
 chunks = st.integers(MIN_CHUNK, 300)
 
 
+def ints(sequence: Sequence[bytes], chunk: int) -> list[int]:
+    """The tokens of a sequence as the server decodes them."""
+    return list(plain_tokens(token_array(encoded_objects(sequence, chunk), chunk)))
+
+
 @given(digests, digests, chunks)
 def test_different_digests_get_different_tokens(one: bytes, other: bytes, chunk: int) -> None:
     assume(one != other)
-    assert synthetic_tokens([one], chunk) != synthetic_tokens([other], chunk)
+    assert ints([one], chunk) != ints([other], chunk)
 
 
 @given(digests, st.integers(0, 255), chunks)
 def test_every_single_bit_shows(digest: bytes, bit: int, chunk: int) -> None:
     flipped = (int.from_bytes(digest, "big") ^ (1 << bit)).to_bytes(32, "big")
-    assert synthetic_tokens([digest], chunk) != synthetic_tokens([flipped], chunk)
+    assert ints([digest], chunk) != ints([flipped], chunk)
 
 
 @given(st.lists(digests, max_size=5), chunks)
 def test_a_sequence_is_its_objects_one_after_the_other(sequence: list[bytes], chunk: int) -> None:
-    assert synthetic_tokens(sequence, chunk) == [t for d in sequence for t in synthetic_tokens([d], chunk)]
+    assert ints(sequence, chunk) == [t for d in sequence for t in ints([d], chunk)]
 
 
 @given(st.lists(digests, min_size=1, max_size=3), chunks)
 def test_the_server_takes_every_token_and_one_object_is_one_chunk(sequence: list[bytes], chunk: int) -> None:
-    tokens = synthetic_tokens(sequence, chunk)
+    tokens = ints(sequence, chunk)
     assert len(tokens) == chunk * len(sequence)
     assert all(0 <= token < 2**32 for token in tokens)
 
 
 @given(digests, st.integers(37, 300))
 def test_a_token_is_one_byte_on_the_wire_where_the_chunk_has_room(digest: bytes, chunk: int) -> None:
-    assert max(synthetic_tokens([digest], chunk)) <= 127
+    assert max(ints([digest], chunk)) <= 127
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7])
@@ -59,7 +67,7 @@ def test_a_chunk_without_room_for_a_digest_is_refused_with_the_flag_to_change(ch
 
 
 def test_eight_ints_are_enough_for_a_digest() -> None:
-    assert len(set(map(tuple, (synthetic_tokens([bytes([n]) * 32], 8) for n in range(256))))) == 256
+    assert len(set(map(tuple, (ints([bytes([n]) * 32], 8) for n in range(256))))) == 256
 
 
 @given(st.text(st.characters(codec=None)) | st.text(max_size=200))
@@ -88,11 +96,35 @@ def test_another_salt_is_sent_as_a_digest(salt: str) -> None:
 
 
 def test_a_suffix_tells_two_keys_apart_and_a_server_session_does_not() -> None:
-    tokens = [1] * 256
     plain, renamed, suffixed = (
-        object_key("ns", name, "", tokens, 0, 256, suffix) for name, suffix in [("a", ()), ("b", ()), ("a", (1, 2))]
+        object_key("ns", name, "", token_array([bytes(256)], 256, suffix), 0, 256)
+        for name, suffix in [("a", ()), ("b", ()), ("a", (1, 2))]
     )
     assert plain == renamed != suffixed
+
+
+@given(st.lists(digests, max_size=4), chunks, st.lists(st.integers(0, 2**31 - 1), max_size=3))
+def test_lmcaches_own_encoder_and_decoder_see_an_ordinary_key(
+    sequence: list[bytes], chunk: int, suffix: list[int]
+) -> None:
+    tokens = token_array(encoded_objects(sequence, chunk), chunk, suffix)
+    sent = msgspec_encode(object_key("ns", "a", "", tokens, 0, chunk), IPCCacheServerKey)
+    expected = object_key("ns", "a", "", (*ints(sequence, chunk), *suffix), 0, chunk)
+    assert msgspec_decode(sent, IPCCacheServerKey) == expected
+
+
+def test_an_object_is_encoded_once_however_often_its_session_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    monkeypatch.setattr(
+        "lmcache_mp_safe.wire.sessions.encoded_objects",
+        lambda part, chunk: encoded.append(len(part)) or encoded_objects(part, chunk),
+    )
+    session = Session(SessionId(1), "name", "", [bytes([n]) * 32 for n in range(30)])
+    for objects in (5, 10, 10, 30, 7):
+        assert len(plain_tokens(session.tokens(objects, 256))) == 256 * objects
+    session.digests += [bytes([77]) * 32] * 5
+    session.tokens(35, 256)
+    assert sum(encoded) == 35
 
 
 @pytest.mark.parametrize("object_bytes", [4096, 3 * 4096, 180 * 2**20])
