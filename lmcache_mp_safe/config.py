@@ -45,7 +45,8 @@ class SafeConfig:
         lookup_timeout_s: a request whose lookup takes longer is computed without the cache.
         max_probes: resume points tried for one request, beyond those this process remembers.
         pin_fraction: share of the KV cache blocks that unfinished stores may keep from being reused.
-        call_bytes: a reservation asks the server for at most this many bytes, for it grants all or nothing.
+        call_bytes: a reservation asks the server for at most this many bytes, for it grants all or nothing; and for no
+            more than a sixteenth of its pool.
         lease_s: a reservation older than this is abandoned; keep it well below the server's write lock time (600 s).
         hold_s: a promised hit that vLLM has not admitted after this time is released and looked up again.
         weights_id: names the weights, so that `reset_cache` after a weight update may keep sharing.
@@ -66,7 +67,7 @@ class SafeConfig:
     lookup_timeout_s: float = 3.0
     max_probes: int = 16
     pin_fraction: float = 0.25
-    call_bytes: int = 256 * _MIB
+    call_bytes: int = 2048 * _MIB
     lease_s: float = 60.0
     hold_s: float = 60.0
     weights_id: str = ""

@@ -113,15 +113,15 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
             self._config,
             self._geometry,
             Role(may_load=transfer.is_kv_consumer, may_store=transfer.is_kv_producer),
-            make_wire=self._make_wire,
+            make_wire=self.make_wire,
             keep_tokens=2 if self._features.pads_remainder else 1,
             margin_tokens=hit_margin_tokens(self._vllm_config, self._geometry),
             clock=time.monotonic,
             random_text=functools.partial(secrets.token_hex, 16),
         )
 
-    def _make_wire(self, object_bytes: int, generation: str, first_epoch: ServerEpoch) -> Wire:
-        config = WireConfig(
+    def wire_config(self, object_bytes: int, generation: str, first_epoch: ServerEpoch) -> WireConfig:
+        return WireConfig(
             url=self._config.server_url,
             namespace=self._namespace(generation),
             object_bytes=object_bytes,
@@ -131,7 +131,10 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
             lease_s=self._config.lease_s,
             first_epoch=first_epoch,
         )
-        return Wire(config)
+
+    def make_wire(self, object_bytes: int, generation: str, first_epoch: ServerEpoch) -> Wire:
+        """The way to the server, for the scheduler half. A benchmark puts a stub of a server in its place."""
+        return Wire(self.wire_config(object_bytes, generation, first_epoch))
 
     def _namespace(self, generation: str) -> str:
         facts = naming_facts(self._vllm_config, self._geometry, self._ranks, self._config)
@@ -184,9 +187,8 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_half.allocated(self._source(request), num_external_tokens, tables)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PlanMetadata:
-        scheduled = [RequestId(request_id) for request_id in scheduler_output.num_scheduled_tokens]
         preempted = bool(scheduler_output.preempted_req_ids)
-        return PlanMetadata(self.scheduler_half.build_plan(scheduled, preempted))
+        return PlanMetadata(self.scheduler_half.build_plan(scheduler_output.num_scheduled_tokens.keys(), preempted))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta

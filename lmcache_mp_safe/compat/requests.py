@@ -80,12 +80,12 @@ class HostRequest:
         lora = self._request.lora_request
         return (keys, lora.lora_path) if lora is not None else keys
 
-    def block_hash(self, column: int, block_tokens: int) -> Any | None:
-        """vLLM's hash of the prefix that ends with this column of a group, or None while its tokens are not known."""
+    def block_hashes(self, columns: range, block_tokens: int) -> Sequence[Any] | None:
+        """vLLM's hashes of the prefixes that end with these columns; None while the tokens of one are unknown."""
         hashes: Any = self._request.block_hashes
         if block_tokens != self._hash_block_tokens:
             hashes = BlockHashListWithBlockSize(hashes, self._hash_block_tokens, block_tokens)
-        return hashes[column] if column < len(hashes) else None
+        return [hashes[column] for column in columns] if columns.stop <= len(hashes) else None
 
 
 class HostBlockPool:
@@ -102,10 +102,16 @@ class HostBlockPool:
     def total_blocks(self) -> int:
         return int(self._pool.num_gpu_blocks)
 
-    def find(self, block_hash: Any, group: int) -> KVCacheBlock | None:
-        """The block that vLLM itself would serve for this prefix hash in this group."""
-        blocks = self._pool.get_cached_block(block_hash, [group])
-        return blocks[0] if blocks else None
+    def find_all(self, block_hashes: Sequence[Any], group: int) -> list[KVCacheBlock] | None:
+        """The blocks that vLLM itself would serve for these prefix hashes in this group; None if one is missing."""
+        blocks: list[KVCacheBlock] = []
+        look_up, groups = self._pool.get_cached_block, [group]
+        for block_hash in block_hashes:
+            found = look_up(block_hash, groups)
+            if not found:
+                return None
+            blocks += found
+        return blocks
 
     def pin(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Keep the blocks from being handed out; one more reference on each."""

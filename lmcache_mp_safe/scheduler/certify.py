@@ -6,6 +6,7 @@ scratch and moved blocks in places where a position would suggest a state; a has
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ class BlockPool(Protocol):
 
     @property
     def total_blocks(self) -> int: ...
-    def find(self, block_hash: Any, group: int) -> Any | None: ...
+    def find_all(self, block_hashes: Sequence[Any], group: int) -> Sequence[Any] | None: ...
     def pin(self, blocks: Sequence[Any]) -> None: ...
     def unpin(self, blocks: Sequence[Any]) -> None: ...
 
@@ -38,55 +39,63 @@ class BlockPool(Protocol):
 class HashSource(Protocol):
     """Gives the prefix hashes of a request."""
 
-    def block_hash(self, column: int, block_tokens: int) -> Any | None: ...
+    def block_hashes(self, columns: range, block_tokens: int) -> Sequence[Any] | None: ...
 
 
 @dataclass(frozen=True)
-class Page:
-    """One certified block: the prefix hash that names it, and the block's own hash when it was certified."""
+class Pages:
+    """An object's certified blocks of one group: the prefix hashes that name them, and each block's own hash then."""
 
-    group: int
-    prefix_hash: Any
-    block: Block
-    block_hash: Any
+    prefix_hashes: Sequence[Any]
+    blocks: Sequence[Block]
+    block_hashes: Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """The blocks of one object, group by group in payload order."""
+    """The blocks of one object, by group, in payload order."""
 
-    pages: tuple[Page, ...]
-    num_groups: int
+    groups: tuple[Pages, ...]
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for pages in self.groups for block in pages.blocks]
 
     @property
     def block_ids(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(page.block.block_id for page in self.pages if page.group == group) for group in range(self.num_groups)
-        )
+        return tuple(tuple(block.block_id for block in pages.blocks) for pages in self.groups)
 
     @property
     def moved(self) -> bool:
         """Whether vLLM has taken the hash away from a block since, so that its owner may write into it again."""
-        return any(page.block.block_hash != page.block_hash for page in self.pages)
+        return any([block.block_hash for block in pages.blocks] != pages.block_hashes for pages in self.groups)
+
+
+_NO_PAGES = Pages((), (), [])
 
 
 def certify(pool: BlockPool, source: HashSource, geometry: ModelGeometry, columns: Columns) -> Certificate | None:
     """The certified blocks of an object with these columns, or None if vLLM would not serve one of them."""
-    pages: list[Page] = []
+    groups: list[Pages] = []
     for group, part in enumerate(columns):
-        block_tokens = geometry.groups[group].block_tokens
-        for column in part:
-            prefix_hash = source.block_hash(column, block_tokens)
-            block = None if prefix_hash is None else pool.find(prefix_hash, group)
-            if block is None or block.is_null:
-                return None
-            pages.append(Page(group, prefix_hash, block, block.block_hash))
-    return Certificate(tuple(pages), len(columns))
+        if not part:
+            groups.append(_NO_PAGES)
+            continue
+        hashes = source.block_hashes(part, geometry.groups[group].block_tokens)
+        blocks = None if hashes is None else pool.find_all(hashes, group)
+        if hashes is None or blocks is None or any(block.is_null for block in blocks):
+            return None
+        groups.append(Pages(hashes, blocks, [block.block_hash for block in blocks]))
+    return Certificate(tuple(groups))
 
 
 def still_holds(pool: BlockPool, certificate: Certificate) -> bool:
     """Whether a second look finds the very same blocks. An id is never swapped inside a job."""
-    return all(pool.find(page.prefix_hash, page.group) is page.block for page in certificate.pages)
+    for group, pages in enumerate(certificate.groups):
+        found = pool.find_all(pages.prefix_hashes, group)
+        if found is None or not all(map(operator.is_, found, pages.blocks)):
+            return False
+    return True
 
 
 class Pins:
@@ -105,15 +114,16 @@ class Pins:
 
         An idle budget admits one object of any size: otherwise a small pool could never store a large one.
         """
-        size = len(certificate.pages)
-        if self.held and self.held + size > self._budget:
+        blocks = certificate.blocks
+        if self.held and self.held + len(blocks) > self._budget:
             return False
-        self._pool.pin([page.block for page in certificate.pages])
-        self.held += size
+        self._pool.pin(blocks)
+        self.held += len(blocks)
         return True
 
     def unpin(self, certificate: Certificate) -> None:
-        if len(certificate.pages) > self.held:
+        blocks = certificate.blocks
+        if len(blocks) > self.held:
             raise LocalError("unpinned more blocks than were pinned")
-        self._pool.unpin([page.block for page in certificate.pages])
-        self.held -= len(certificate.pages)
+        self._pool.unpin(blocks)
+        self.held -= len(blocks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -232,6 +232,7 @@ class SchedulerHalf:
         self._live = self._attach(self._random_text())
         for tracked in self._book.values():
             self._live.hits.track(tracked.hit)
+            self._live.stores.follow(tracked.prefix)
         self._count("resets", 1)
         return True
 
@@ -298,7 +299,7 @@ class SchedulerHalf:
             if external_tokens:
                 self._refuse(source.request_id)  # vLLM waits for a load; silence would hang the request
 
-    def build_plan(self, scheduled: Iterable[RequestId], preempted: bool) -> StepPlan:
+    def build_plan(self, scheduled: Container[RequestId], preempted: bool) -> StepPlan:
         """What the workers are to do in the step that was just scheduled."""
         now = self._clock()
         self._plan_number += 1
@@ -310,7 +311,7 @@ class SchedulerHalf:
         if preempted:
             stores.give_way(self._plan_number)
         if self._role.may_store and self._usable():
-            for request_id in scheduled:
+            for request_id in stores.due(scheduled):
                 self._consider(request_id, now)
         jobs, moved = stores.plan(self._plan_number, now)
         loads = (*self._live.hits.take_loads(), *refused)
@@ -329,7 +330,7 @@ class SchedulerHalf:
             if self._role.may_store and self._usable() and not loading:
                 self._consider(source.request_id, now)
             self._live.hits.finished(tracked.hit, now)
-            self._live.stores.request_ended(tracked.prefix.progress, now)
+            self._live.stores.request_ended(tracked.prefix, now)
         except Exception:
             self._give_up(source.request_id, "finish")
         self._book.pop(source.request_id, None)
@@ -416,6 +417,7 @@ class SchedulerHalf:
         self._book[source.request_id] = tracked
         assert self._live is not None
         self._live.hits.track(hit)
+        self._live.stores.follow(prefix)
         return tracked
 
     def source_of(self, request_id: RequestId) -> RequestSource | None:
@@ -480,6 +482,7 @@ class SchedulerHalf:
             if tracked.prefix.progress.session is not None:
                 attachment.wire.close(tracked.prefix.progress.session, now)
             tracked.prefix.progress.forget()
+            attachment.stores.follow(tracked.prefix)
 
     def _job_ended(self, job_id: JobId, answers: _JobAnswers, now: float) -> set[RequestId]:
         """Returns the request whose load has failed with this, if any."""

@@ -78,7 +78,7 @@ class Run:
     @property
     def holds_alone(self) -> bool:
         """Whether one of its pinned blocks has no other owner."""
-        return any(page.block.ref_cnt == 1 for item in self.items if item.pinned for page in item.certificate.pages)
+        return any(block.ref_cnt == 1 for item in self.items if item.pinned for block in item.certificate.blocks)
 
 
 @dataclass
@@ -90,11 +90,11 @@ class Question:
     session: SessionId
 
 
-def split_repairs(items: list[Item], known: Known) -> Iterator[list[Item]]:
-    """Runs of ordinary objects, and each object to be mended in a run of its own."""
+def split_repairs(items: list[Item], known: Known, most: int) -> Iterator[list[Item]]:
+    """Runs of at most so many ordinary objects, and each object to be mended in a run of its own."""
     ordinary = [item for item in items if item.name.digest not in known.poisoned]
-    if ordinary:
-        yield ordinary
+    for start in range(0, len(ordinary), most):
+        yield ordinary[start : start + most]
     for item in items:
         if item.name.digest in known.poisoned:
             yield [item]

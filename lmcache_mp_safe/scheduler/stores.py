@@ -5,14 +5,15 @@ Runs (`runs.py`) outlive their request: its blocks survive by their pins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from lmcache_mp_safe.contract import SKIP, JobOutcome, ObjectCopy, StoreJob
+from lmcache_mp_safe.geometry.groups import Columns
 from lmcache_mp_safe.identity import PrefixDigests
-from lmcache_mp_safe.ids import JobId
+from lmcache_mp_safe.ids import JobId, RequestId
 from lmcache_mp_safe.scheduler.certify import BlockPool, Certificate, Pins, certify, still_holds
 from lmcache_mp_safe.scheduler.known import Known
-from lmcache_mp_safe.scheduler.objects import ModelObjects, ObjectName
+from lmcache_mp_safe.scheduler.objects import ModelObjects
 from lmcache_mp_safe.scheduler.progress import Prefix, Progress, Source, verified_tokens
 from lmcache_mp_safe.scheduler.runs import Item, Question, Run, RunState, split_repairs
 from lmcache_mp_safe.wire import (
@@ -30,6 +31,13 @@ from lmcache_mp_safe.wire import (
 # An object that gets no slot (pool full, another writer) is tried again this often, this many seconds apart.
 MAX_ATTEMPTS = 4
 RETRY_S = 1.0
+
+# Chunks of one request that a plan takes up at most: a whole prompt that vLLM has and the server has not is spread over
+# plans, but not the prompt that is being computed.
+CHUNKS_PER_PLAN = 32
+
+# The share of the server's pool that one reservation may ask for: it is granted whole or not at all.
+_POOL_SHARE = 16
 
 # A pin that is older than this many plans gives way when vLLM is short of blocks.
 _PATIENCE_PLANS = 2
@@ -58,7 +66,7 @@ class Stores:
         self._known = known
         self._pool = pool
         self._pins = Pins(pool, pin_fraction)
-        self._chunks_per_call = max(1, call_bytes // objects.layout.object_bytes)
+        self._call_bytes = call_bytes
         self._lease_s = lease_s
         self._save_decode = save_decode
         self._next_job = next_job
@@ -66,6 +74,8 @@ class Stores:
         self._runs: dict[SessionId, list[Run]] = {}
         self._jobs: dict[JobId, Run] = {}
         self._questions: dict[SessionId, Question] = {}
+        # Requests of which something may be left to store, in the order of their arrival.
+        self._unsettled: dict[RequestId, None] = {}
 
     # --- state that others ask for ----------------------------------------------------------------------------------
 
@@ -89,6 +99,14 @@ class Stores:
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
+    def follow(self, prefix: Prefix) -> None:
+        """Something of this request may have to be stored, from now on or again."""
+        self._unsettled[prefix.source.request_id] = None
+
+    def due(self, scheduled: Container[RequestId]) -> list[RequestId]:
+        """Scheduled requests that are worth considering. A prompt that is stored costs nothing in later steps."""
+        return [request_id for request_id in self._unsettled if request_id in scheduled]
+
     def consider(
         self,
         prefix: Prefix,
@@ -103,13 +121,24 @@ class Stores:
             plan_number: the plan being built, or the last one built when called between plans. In both cases every
                 block that a lookup may return by now is written by a step that lies before the next plan's fence.
         """
-        verified = verified_tokens(prefix.source)
-        if not self._save_decode:
-            verified = min(verified, prefix.source.num_prompt_tokens)
-        if limit_tokens is not None:
-            verified = min(verified, limit_tokens)
+        limits = [] if self._save_decode else [prefix.source.num_prompt_tokens]
+        limits += [] if limit_tokens is None else [limit_tokens]
+        verified = min([verified_tokens(prefix.source), *limits])
         self._consider_chunks(prefix, verified, plan_number, now)
         self._consider_boundaries(prefix, verified, plan_number, now)
+        if limits and verified == min(limits) and self._is_settled(prefix.progress, verified):
+            self._unsettled.pop(prefix.source.request_id, None)
+
+    def _is_settled(self, progress: Progress, verified: int) -> bool:
+        """Whether everything below `verified` is stored or given up, so that looking again finds nothing to do."""
+        if progress.open or progress.open_boundaries or progress.missed_boundaries:
+            return False
+        first = progress.start_tokens // self._geometry.chunk_tokens
+        return (
+            not self._geometry.has_append_only
+            or first >= verified // self._geometry.chunk_tokens
+            or progress.attempts.get(first, 0) >= MAX_ATTEMPTS
+        )
 
     def _consider_chunks(self, prefix: Prefix, verified: int, plan_number: int, now: float) -> None:
         if not self._geometry.has_append_only:
@@ -117,7 +146,7 @@ class Stores:
         progress, chunk_tokens = prefix.progress, self._geometry.chunk_tokens
         items: list[Item] = []
         for chunk in range(progress.start_tokens // chunk_tokens, verified // chunk_tokens):
-            if len(items) == self._chunks_per_call:
+            if len(items) == CHUNKS_PER_PLAN:
                 break
             if chunk in progress.open or chunk in progress.acknowledged:
                 if items:
@@ -129,14 +158,20 @@ class Stores:
                 continue
             if progress.attempts.get(chunk, 0) >= MAX_ATTEMPTS or progress.retry_at.get(chunk, 0.0) > now:
                 break  # the chain of lookups would stop here: nothing behind it can be found
-            certificate = self._certify(prefix.source, name)
+            certificate = self._certify(prefix.source, name.columns)
             if certificate is None or not self._try_pin(certificate):
                 break
             items.append(Item(chunk, name, certificate))
             if name.digest in self._known.poisoned:
                 break
-        for run_items in split_repairs(items, self._known):
+        for run_items in split_repairs(items, self._known, self._chunks_per_call):
             self._open_run(prefix, run_items, plan_number, now, is_boundary=False)
+
+    @property
+    def _chunks_per_call(self) -> int:
+        segment = self._wire.segment
+        most = self._call_bytes if segment is None else min(self._call_bytes, segment.size // _POOL_SHARE)
+        return max(1, most // self._objects.layout.object_bytes)
 
     def _consider_boundaries(self, prefix: Prefix, verified: int, plan_number: int, now: float) -> None:
         progress = prefix.progress
@@ -148,12 +183,12 @@ class Stores:
         for boundary in (*fresh, *retries):
             if boundary in progress.open_boundaries:
                 continue
+            certificate = self._certify(prefix.source, self._geometry.boundary_columns(boundary))
+            if certificate is None:
+                continue  # vLLM would not serve it, and a state that is gone does not come back
             name = self._objects.boundary(prefix.digests, boundary)
             if name.digest in self._known.acknowledged and self._chunks_below_are_known(prefix.digests, boundary):
                 continue
-            certificate = self._certify(prefix.source, name)
-            if certificate is None:
-                continue  # vLLM would not serve it, and a state that is gone does not come back
             if not self._try_pin(certificate):
                 progress.missed_boundaries.add(boundary)
                 continue
@@ -184,8 +219,8 @@ class Stores:
             wanted = sorted({*chunks, *(b for b in (last, again) if after < b <= verified)})
         return [b for b in wanted if b and self._geometry.needs_boundary_object(b)]
 
-    def _certify(self, source: Source, name: ObjectName) -> Certificate | None:
-        certificate = certify(self._pool, source, self._geometry, name.columns)
+    def _certify(self, source: Source, columns: Columns) -> Certificate | None:
+        certificate = certify(self._pool, source, self._geometry, columns)
         if certificate is None:
             self._count("not_certified", 1)
         return certificate
@@ -414,6 +449,8 @@ class Stores:
             self._count("evicted_chunks_seen", progress.start_tokens // chunk_tokens - found)
             progress.num_loaded_tokens = min(progress.num_loaded_tokens, evicted_from)
             progress.num_stored_tokens = min(progress.num_stored_tokens, evicted_from)
+            if not progress.ended:
+                self.follow(run.prefix)
 
     def _committed(self, event: Committed, now: float) -> None:
         run = self._run_of(event.session, event.call)
@@ -485,10 +522,11 @@ class Stores:
                 self._wire.close(run.session, now)
         self._close_if_ended(run.prefix.progress, now)
 
-    def request_ended(self, progress: Progress, now: float) -> None:
+    def request_ended(self, prefix: Prefix, now: float) -> None:
         """The request is gone; its runs go on, and the last of them closes its chunk session."""
-        progress.ended = True
-        self._close_if_ended(progress, now)
+        self._unsettled.pop(prefix.source.request_id, None)
+        prefix.progress.ended = True
+        self._close_if_ended(prefix.progress, now)
 
     def _close_if_ended(self, progress: Progress, now: float) -> None:
         session = progress.session

@@ -57,7 +57,7 @@ def audit(worker: Any, half: Any) -> Audit:
         if pinned:
             seen._certified.pop(certificate.block_ids, None)
             seen._fresh.append((half._plan_number, certificate.block_ids))
-            seen.ownerless += sum(page.block.ref_cnt == 1 for page in certificate.pages)
+            seen.ownerless += sum(block.ref_cnt == 1 for block in certificate.blocks)
         return pinned
 
     def watched_step(plan: StepPlan) -> None:

@@ -51,6 +51,10 @@ class FakePool:
     def find(self, block_hash: Any, group: int) -> FakeBlock | None:
         return self.cached.get((block_hash, group))
 
+    def find_all(self, block_hashes: Sequence[Any], group: int) -> list[FakeBlock] | None:
+        blocks = [block for block_hash in block_hashes if (block := self.find(block_hash, group)) is not None]
+        return blocks if len(blocks) == len(block_hashes) else None
+
     def pin(self, blocks: Sequence[FakeBlock]) -> None:
         for block in blocks:
             if block.ref_cnt == 0:
@@ -114,6 +118,10 @@ class FakeRequest:
 
     def extra_keys(self, start: int, end: int) -> Any:
         return self.extra
+
+    def block_hashes(self, columns: range, block_tokens: int) -> list[Any] | None:
+        hashes = [self.block_hash(column, block_tokens) for column in columns]
+        return None if None in hashes else hashes
 
     def block_hash(self, column: int, block_tokens: int) -> Any | None:
         end = (column + 1) * block_tokens

@@ -22,7 +22,7 @@ from lmcache_mp_safe.errors import SafeError, Scope, ServerError
 from lmcache_mp_safe.wire.keys import object_key, registration
 from lmcache_mp_safe.wire.pool import PoolView
 from lmcache_mp_safe.wire.replies import found_objects, retrieved_offsets
-from lmcache_mp_safe.wire.tokens import bits_per_int, synthetic_tokens
+from lmcache_mp_safe.wire.tokens import check_chunk, synthetic_tokens
 
 NEEDED_FLAGS = "--shm-name NAME --no-l1-use-lazy --supported-transfer-mode auto"
 
@@ -92,7 +92,7 @@ def _connect(client: Any, target: Target) -> Connection:
     server_chunk = _answer(client.get_chunk_size(), target.step_s, f"no LMCache server answers at {target.url}")
     if type(server_chunk) is not int:
         raise ServerError(f"chunk size {server_chunk!r}", scope=Scope.SERVER)
-    bits_per_int(server_chunk)
+    check_chunk(server_chunk)
     instance = new_instance()
     silent = f"the LMCache server does not take engine-driven registrations; start it with {NEEDED_FLAGS}"
     registered = _answer(

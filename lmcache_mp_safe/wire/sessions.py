@@ -14,7 +14,7 @@ import msgspec
 
 from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.wire.events import CallId, SessionId
-from lmcache_mp_safe.wire.tokens import encoded_objects, token_array
+from lmcache_mp_safe.wire.tokens import encoded_object, token_array
 
 
 @dataclass
@@ -54,8 +54,7 @@ class Session:
         """The synthetic tokens of the first `objects` objects, and the suffix behind them."""
         if objects > len(self.digests):
             raise LocalError(f"session {self.number} has {len(self.digests)} objects, not {objects}")
-        if len(self._encoded) < objects:
-            self._encoded += encoded_objects(self.digests[len(self._encoded) :], chunk)
+        self._encoded += [encoded_object(digest, chunk) for digest in self.digests[len(self._encoded) : objects]]
         return token_array(self._encoded[:objects], chunk, suffix)
 
     def lock(self, found: int, sent: float) -> None:

@@ -81,10 +81,10 @@ def copy_in_the_plan_of_first_sight(patch: pytest.MonkeyPatch) -> None:
 
 def id_swapped_at_the_second_look(patch: pytest.MonkeyPatch) -> None:
     def swapped(pool: Any, certificate: Any) -> bool:
-        for page in certificate.pages:
-            found = pool.find(page.prefix_hash, page.group)
+        for group, pages in enumerate(certificate.groups):
+            found = pool.find_all(pages.prefix_hashes, group)
             if found is not None:
-                object.__setattr__(page, "block", found)
+                object.__setattr__(pages, "blocks", found)
         return True
 
     patch.setattr(stores, "still_holds", swapped)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from lmcache_mp_safe.contract import JobOutcome
 from lmcache_mp_safe.geometry.groups import Group, GroupKind
 from lmcache_mp_safe.scheduler.half import Role
-from lmcache_mp_safe.scheduler.progress import verified_tokens
-from lmcache_mp_safe.scheduler.stores import MAX_ATTEMPTS, RETRY_S
-from lmcache_mp_safe.testing.world import BLOCK, FULL, STATE, WINDOW, FakeRequest, World, prompt
+from lmcache_mp_safe.scheduler.progress import Prefix, verified_tokens
+from lmcache_mp_safe.scheduler.runs import Run
+from lmcache_mp_safe.scheduler.stores import CHUNKS_PER_PLAN, MAX_ATTEMPTS, RETRY_S
+from lmcache_mp_safe.testing.fake_wire import FakeWire
+from lmcache_mp_safe.testing.world import (
+    BLOCK,
+    FULL,
+    STATE,
+    WINDOW,
+    FakeBlock,
+    FakePool,
+    FakeRequest,
+    World,
+    prompt,
+)
+from lmcache_mp_safe.wire import SessionId
 
 
 def started(world: World, request: FakeRequest) -> FakeRequest:
@@ -255,7 +271,7 @@ def test_out_of_order_acknowledgements_advance_over_the_contiguous_run_only() ->
     world.hold_reports = True
     while not world.running:
         world.plan([request])
-    slow, world.running, world.hold_reports = world.running, [], False
+    slow, world.running, world.hold_reports = world.running[:1], world.running[1:], False
     for _ in range(8):
         world.plan([request])
     assert len(world.wire.stored) == 2, "the other two chunks are stored by now"
@@ -492,3 +508,94 @@ def test_states_are_stored_next_to_pages_that_the_chunk_holds() -> None:
     with_tail = [blocks for blocks in world.copied.values() if blocks[0] and blocks[1]]
     assert len(with_tail) == 2  # boundaries 1 and 3 blocks lie inside a chunk: a tail page and the state
     world.check_idle()
+
+
+class CountingPool(FakePool):
+    """Counts the questions that are asked of it."""
+
+    asked = 0
+
+    def find_all(self, block_hashes: Sequence[Any], group: int) -> list[FakeBlock] | None:
+        self.asked += len(block_hashes)
+        return super().find_all(block_hashes, group)
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE), (FULL, WINDOW)], ids=["full", "state", "window"])
+def test_a_prompt_that_is_stored_costs_no_later_step_anything(groups: tuple[Group, ...]) -> None:
+    world = World(groups, blocks=4000, save_decode_cache=False, wire=FakeWire(4096, capacity=4000))
+    requests = [started(world, FakeRequest(f"r{n}", prompt(6 * BLOCK, seed=n))) for n in range(40)]
+    considered: list[str] = []
+    for request in requests:
+        world.compute(request, 6 * BLOCK)
+    stores = world.half._live.stores
+    consider = stores.consider
+    stores.consider = lambda prefix, *rest: considered.append(prefix.source.name) or consider(prefix, *rest)
+    for _ in range(12):
+        world.plan(requests)
+    assert set(considered) == {request.name for request in requests}
+    considered.clear()
+    for _ in range(5):
+        for request in requests:
+            request.token_ids.append(7)
+            request.num_computed_tokens += 1
+        world.plan(requests)
+    assert considered == []
+
+
+def test_each_token_is_hashed_and_each_page_looked_up_a_fixed_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_mp_safe.testing.world.FakePool", CountingPool)
+    costs = []
+    for chunks in (20, 40, 80):
+        world = World((FULL,), blocks=1000, wire=FakeWire(4096, capacity=1000))
+        request = FakeRequest("r", prompt(chunks * BLOCK))
+        read: list[int] = []
+        tokens = request.tokens
+        request.tokens = lambda start, end, read=read, tokens=tokens: read.append(end - start) or tokens(start, end)
+        world.run(request, step_tokens=2 * BLOCK)
+        assert len(world.copied) == chunks
+        costs.append((sum(read) / chunks, world.pool.asked / chunks))
+    assert costs[0] == costs[1] == costs[2] == (BLOCK, 2)
+
+
+def test_an_eviction_that_is_noticed_makes_a_stored_prompt_worth_looking_at_again() -> None:
+    world = World((FULL,), save_decode_cache=False)
+    first = started(world, FakeRequest("r", prompt(8 * BLOCK)))
+    world.compute(first, 8 * BLOCK)
+    for _ in range(6):
+        world.plan([first])
+    stores = world.half._live.stores
+    assert stores.due([first.request_id]) == []
+    run = Run(stores_prefix(world, first), [], False, 0, SessionId(99))
+    stores._note_evicted(run, 7, 3)
+    assert stores.due([first.request_id]) == [first.request_id]
+    assert world.half.num_stored_tokens(first.request_id) == 3 * BLOCK
+
+
+def stores_prefix(world: World, request: FakeRequest) -> Prefix:
+    return world.half._book[request.request_id].prefix
+
+
+@pytest.mark.parametrize(("call_bytes", "calls"), [(1, 12), (1 << 40, 3)], ids=["a setting", "the pool's share"])
+def test_all_that_a_step_computed_is_reserved_at_once_in_calls_that_the_server_can_grant(
+    call_bytes: int, calls: int
+) -> None:
+    world = World((FULL,), call_bytes=call_bytes)  # its pool has room for 64 objects, a sixteenth of that is 4
+    request = started(world, FakeRequest("r", prompt(12 * BLOCK)))
+    world.compute(request, 12 * BLOCK)
+    world.plan([request])
+    assert [line.split()[0] for line in world.wire.log].count("reserve") == calls
+    for _ in range(4):
+        world.plan([request])
+    assert world.half.num_stored_tokens(request.request_id) == 12 * BLOCK
+
+
+def test_a_long_prompt_that_only_vllm_has_is_taken_up_in_parts() -> None:
+    world = World((FULL,), blocks=1000, wire=FakeWire(4096, capacity=2000))
+    request = started(world, FakeRequest("r", prompt(100 * BLOCK)))
+    world.compute(request, 100 * BLOCK)
+    pinned = []
+    for _ in range(12):
+        pinned.append(world.half.pinned_blocks)
+        world.plan([request])
+    assert max(pinned) <= 3 * CHUNKS_PER_PLAN
+    assert world.half.num_stored_tokens(request.request_id) == 100 * BLOCK

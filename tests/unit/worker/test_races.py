@@ -62,7 +62,7 @@ def no_wait_for_the_fence(patch: pytest.MonkeyPatch) -> None:
 
 def no_pins(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FakePool, "pin", lambda self, blocks: None)
-    patch.setattr(Pins, "unpin", lambda self, certificate: setattr(self, "held", self.held - len(certificate.pages)))
+    patch.setattr(Pins, "unpin", lambda self, certificate: setattr(self, "held", self.held - len(certificate.blocks)))
 
 
 def no_pins_and_no_watch(patch: pytest.MonkeyPatch) -> None:
