@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 from benchmarks import copies, cpu, engine, hooks, interference, server
-from benchmarks.runner import Case, run_cases
+from lmcache_mp_safe.bench.cases import CASES as WITHOUT_GPU
+from lmcache_mp_safe.bench.runner import Case, run_cases
 
 CASES: tuple[Case, ...] = (
-    cpu.ReferenceCopies(),
+    *WITHOUT_GPU,
     cpu.SpanTimes(),
     copies.CopyRates(),
     copies.RunLengths(),

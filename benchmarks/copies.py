@@ -24,8 +24,8 @@ from benchmarks.gpu_world import (
     hybrid,
     no_gpu,
 )
-from benchmarks.measure import GB, MS, US, median_seconds
-from benchmarks.runner import Check, Row
+from lmcache_mp_safe.bench.measure import GB, MS, US, median_seconds
+from lmcache_mp_safe.bench.runner import Check, Row
 from lmcache_mp_safe.ops.device import DeviceError
 
 WAYS = ("store", "load")

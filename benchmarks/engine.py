@@ -22,9 +22,9 @@ from typing import Any
 
 from benchmarks.engine_child import ANSWER
 from benchmarks.gpu_world import no_gpu
-from benchmarks.measure import MS
-from benchmarks.runner import Check, Row, say
 from benchmarks.server import environment
+from lmcache_mp_safe.bench.measure import MS
+from lmcache_mp_safe.bench.runner import Check, Row, say
 from lmcache_mp_safe.testing.server import LMCacheServer
 
 NAMES = ("none", "safe", "stock")

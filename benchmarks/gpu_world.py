@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.runner import WrongBytesError
+from lmcache_mp_safe.bench.runner import WrongBytesError
 from lmcache_mp_safe.contract import ObjectCopy, PoolSegment
 from lmcache_mp_safe.geometry.checksum import PayloadChecksum
 from lmcache_mp_safe.geometry.payload import ObjectLayout

@@ -21,8 +21,8 @@ from benchmarks.gpu_world import (
     object_copy,
     worker_half,
 )
-from benchmarks.measure import GB, MS, US, percentile
-from benchmarks.runner import Check, Row, WrongBytesError
+from lmcache_mp_safe.bench.measure import GB, MS, US, percentile
+from lmcache_mp_safe.bench.runner import Check, Row, WrongBytesError
 from lmcache_mp_safe.contract import JobOutcome, LoadJob, PoolSegment, StepPlan, StoreJob
 from lmcache_mp_safe.ids import JobId, RequestId
 from lmcache_mp_safe.ops.streamed import StreamedBackend

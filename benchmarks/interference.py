@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.copies import WAYS
 from benchmarks.gpu_world import Copies, Pages, attention, best_device, copies, hybrid, no_gpu
-from benchmarks.measure import GB, MS, US, Paired, median_seconds, paired
-from benchmarks.runner import Check, Row
+from lmcache_mp_safe.bench.measure import GB, MS, US, Paired, median_seconds, paired
+from lmcache_mp_safe.bench.runner import Check, Row
 
 CHUNK_BYTES = hybrid().payload_bytes  # stolen time is told for this many bytes
 WINDOW_S = 0.05

@@ -12,8 +12,8 @@ import msgspec
 import torch
 
 from benchmarks.gpu_world import Pages, object_copy
-from benchmarks.measure import Times
-from benchmarks.runner import WrongBytesError
+from lmcache_mp_safe.bench.measure import Times
+from lmcache_mp_safe.bench.runner import WrongBytesError
 from lmcache_mp_safe.contract import JobOutcome, JobReport, LoadJob, PoolSegment, StepPlan, StoreJob
 from lmcache_mp_safe.geometry.payload import ObjectLayout
 from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import stock
 from benchmarks.gpu_world import Pages, best_device, hybrid, no_gpu, open_warm, worker_half
-from benchmarks.measure import GB, MS, Times
-from benchmarks.runner import Check, Row, WrongBytesError
+from lmcache_mp_safe.bench.measure import GB, MS, Times
+from lmcache_mp_safe.bench.runner import Check, Row, WrongBytesError
 from lmcache_mp_safe.geometry.payload import ObjectLayout
 from lmcache_mp_safe.testing.server import LMCacheServer
 

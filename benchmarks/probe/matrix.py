@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.probe.tables import markdown
-from benchmarks.runner import machine_header, say
+from lmcache_mp_safe.bench.runner import machine_header, say
 
 _SPECS = ("mtp", "none", "ngram")
 _TAIL_LINES = 12

@@ -41,5 +41,24 @@ def demo(
     raise typer.Exit(run_demo(DemoOptions(sessions, turns, max_tokens, compare is Compared.STOCK, json_file)))
 
 
+@app.command()
+def bench(
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Which; all of them by default.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Say which there are and whether they can run here.")] = False,
+    quick: Annotated[bool, typer.Option(help="Tiny sizes: does it work, not how fast is it.")] = False,
+    strict: Annotated[bool, typer.Option(help="A missed threshold is a failure.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write each result as JSON, Markdown and SVG here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
+) -> None:
+    """Measure on this machine: scheduler hooks and wire bytes against the stock connector, CPU copies, hits.
+
+    Exit status 1 if a case failed, or with --strict missed a threshold; 2 for a case that there is not. A case that
+    cannot run here says why and is no failure.
+    """
+    from lmcache_mp_safe.cli.bench import BenchOptions, run_bench
+
+    raise typer.Exit(run_bench(BenchOptions(keys or [], listed, quick, strict, out, json_file)))
+
+
 if __name__ == "__main__":
     app()

@@ -28,6 +28,7 @@ LAYERS = {
     "connector": 6,
     "plugin": 6,
     "testing": 7,
+    "bench": 7,
     "cli": 8,
 }
 # Pairs on one layer that must not know each other.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import CASES
-from benchmarks.measure import percentile, summary
-from benchmarks.runner import Case, Check, Row, WrongBytesError, markdown, run_case, run_cases
+from lmcache_mp_safe.bench.measure import percentile, summary
+from lmcache_mp_safe.bench.runner import Case, Check, Row, WrongBytesError, markdown, run_case, run_cases
 
 
 class Fine:

@@ -14,13 +14,14 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 Value = float | int | str | None
 
@@ -81,6 +82,14 @@ class Case(Protocol):
         """
 
 
+@runtime_checkable
+class Plotted(Protocol):
+    """A case that draws its result, too."""
+
+    def plot(self, result: Result, path: Path) -> None:
+        """Write a picture (SVG) of the result."""
+
+
 Outcome = Literal["done", "skipped", "failed"]
 
 
@@ -121,6 +130,8 @@ def run_case(case: Case, out: Path | None, quick: bool, header: dict[str, str]) 
         result.outcome, result.reason = "failed", f"{type(error).__name__}: {error}"
     result.seconds = time.monotonic() - begin
     save(result, out)
+    if out is not None and result.rows and isinstance(case, Plotted):
+        case.plot(result, out / f"{case.key}.svg")
     verdict = f"{result.outcome}{': ' + result.reason if result.reason else ''}"
     say(f"--- {case.key} {verdict} ({result.seconds:.1f} s, {len(result.missed)} thresholds missed)")
     return result
@@ -130,6 +141,11 @@ def run_cases(
     cases: Sequence[Case], out: Path | None, quick: bool = False, strict: bool = False, command: str = ""
 ) -> int:
     """Run cases one after the other. Returns the exit status: 1 if one failed."""
+    return exit_status(results_of(cases, out, quick, command), strict)
+
+
+def results_of(cases: Sequence[Case], out: Path | None, quick: bool, command: str = "") -> list[Result]:
+    """Run cases one after the other, and say in the end what became of each."""
     header = machine_header() | {"command": command or "python -m benchmarks", "quick": "yes" if quick else "no"}
     results = [run_case(case, out, quick, header) for case in cases]
     say("")
@@ -137,12 +153,17 @@ def run_cases(
         say(f"{result.key:<16} {result.outcome}{f' ({result.reason})' if result.reason else ''}")
         for line in result.missed:
             say(f"{'':<16} {line}")
-    bad = any(result.outcome == "failed" or (strict and result.missed) for result in results)
-    return 1 if bad else 0
+    return results
+
+
+def exit_status(results: Sequence[Result], strict: bool) -> int:
+    """1 if a case failed, or with `strict` missed a threshold; else 0."""
+    return 1 if any(result.outcome == "failed" or (strict and result.missed) for result in results) else 0
 
 
 def say(line: str) -> None:
-    print(line, flush=True)
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -226,9 +247,11 @@ def _torch_cuda() -> str:
 
 
 def _commit() -> str:
-    if not (commit := _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")):
-        return "unknown"
-    changed = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain", "--untracked-files=no")
+    git = ("git", "-C", str(Path(__file__).parent))
+    if not _output(*git, "ls-files", "--error-unmatch", Path(__file__).name):
+        return "unknown"  # installed, perhaps inside of somebody else's repository
+    commit = _output(*git, "rev-parse", "--short", "HEAD")
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
     return f"{commit}{' and local changes' if changed else ''}"
 
 
