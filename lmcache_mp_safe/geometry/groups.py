@@ -18,6 +18,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lmcache_mp_safe.geometry.payload import align_up
 
@@ -89,15 +90,15 @@ class ModelGeometry:
         block_tokens = math.lcm(*(group.block_tokens for group in used))
         return cls(tuple(groups), block_tokens, align_up(min_chunk_tokens, block_tokens))
 
-    @property
+    @cached_property
     def has_append_only(self) -> bool:
         return any(group.kind is GroupKind.APPEND_ONLY for group in self.groups)
 
-    @property
+    @cached_property
     def has_boundary_groups(self) -> bool:
         return any(group.is_boundary for group in self.groups)
 
-    @property
+    @cached_property
     def is_recurrent(self) -> bool:
         return any(group.kind is GroupKind.RECURRENT for group in self.groups)
 
@@ -115,7 +116,7 @@ class ModelGeometry:
 
     def needs_boundary_object(self, boundary: int) -> bool:
         """Whether chunk objects alone do not suffice to resume at this boundary."""
-        return any(self.boundary_columns(boundary))
+        return self.is_recurrent or any(self.boundary_columns(boundary))
 
     def _append_only_columns(self, start_token: int, end_token: int) -> Columns:
         return tuple(

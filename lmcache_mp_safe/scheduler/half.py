@@ -434,8 +434,15 @@ class SchedulerHalf:
         return tuple(
             boundary
             for boundary in candidates
-            if self._geometry.needs_boundary_object(boundary) and known.remembers(digests.boundary(boundary))
+            if self._geometry.needs_boundary_object(boundary)
+            and self._remembers_chunk_below(known, digests, boundary)
+            and known.remembers(digests.boundary(boundary))
         )
+
+    def _remembers_chunk_below(self, known: Known, digests: PrefixDigests, boundary: int) -> bool:
+        """Whether a hit at the boundary has its last chunk, as far as this process knows. Cheaper than a new digest."""
+        below = boundary // self._geometry.chunk_tokens
+        return not below or not self._geometry.has_append_only or known.remembers(digests.chunk(below - 1))
 
     def _consider(self, request_id: RequestId, now: float) -> None:
         tracked = self._book.get(request_id)

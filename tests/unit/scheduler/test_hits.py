@@ -8,6 +8,7 @@ import pytest
 
 from lmcache_mp_safe.contract import SKIP, JobOutcome
 from lmcache_mp_safe.geometry.groups import Group, GroupKind
+from lmcache_mp_safe.identity import PrefixDigests
 from lmcache_mp_safe.scheduler.half import Role
 from lmcache_mp_safe.scheduler.phases import Phase
 from lmcache_mp_safe.testing.fake_wire import FakeWire
@@ -488,3 +489,16 @@ def test_phases_are_seen_in_order() -> None:
             seen.append(phase)
     assert seen == [Phase.LOOKING_UP, Phase.PROBING, Phase.HOLDING, Phase.PROMISED]
     assert isinstance(world.wire, FakeWire)
+
+
+def test_a_prompt_that_this_process_never_stored_costs_no_digest_of_a_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.run(FakeRequest("a", prompt(4 * BLOCK)))
+    asked: list[int] = []
+    boundary = PrefixDigests.boundary
+    monkeypatch.setattr(PrefixDigests, "boundary", lambda self, b: asked.append(b) or boundary(self, b))
+    stranger = prompt(40 * BLOCK, seed=1)
+    world.half.matched_tokens(FakeRequest("b", stranger), 0)
+    assert asked == []
+    world.half.matched_tokens(FakeRequest("c", prompt(4 * BLOCK) + stranger), 0)
+    assert asked == [4 * BLOCK, 3 * BLOCK, 2 * BLOCK, BLOCK], "the chunks below those are known"
