@@ -11,12 +11,13 @@ PYTHON ?= python3.11
 PYTEST_ARGS ?=
 VLLM ?= 0.32.0
 OLD_VLLM ?= 0.27.1
+MINUTES ?= 20
 
 NEW := .venv
 OLD := .venv-$(OLD_VLLM)
 PIP_FLAGS := --quiet --no-deps --disable-pip-version-check
 
-.PHONY: venv venv-$(OLD_VLLM) lint test test-fast test-server test-engine test-old demo clean
+.PHONY: venv venv-$(OLD_VLLM) lint test test-fast test-server test-engine test-faults test-old soak demo clean
 .DEFAULT_GOAL := test
 
 venv: $(NEW)/.package
@@ -50,10 +51,18 @@ test-server: venv
 	$(NEW)/bin/python -m pytest -m "server and not engine" $(PYTEST_ARGS)
 
 test-engine: venv
-	$(NEW)/bin/python -m pytest -m "engine and not gpu" $(PYTEST_ARGS)
+	$(NEW)/bin/python -m pytest -m "engine and not gpu and not faults" $(PYTEST_ARGS)
+
+# Every real fault at every moment, on every way of speculation.
+test-faults: venv
+	$(NEW)/bin/python -m pytest tests/engine/faults $(PYTEST_ARGS)
 
 test-old: venv-$(OLD_VLLM)
 	$(OLD)/bin/python -m pytest -m old_vllm $(PYTEST_ARGS)
+
+# Users, faults and a small pool for MINUTES minutes; every answer against a recompute's.
+soak: venv
+	$(NEW)/bin/python -m lmcache_mp_safe.testing.soak --minutes $(MINUTES)
 
 demo: venv
 	$(NEW)/bin/lmcache-mp-safe demo

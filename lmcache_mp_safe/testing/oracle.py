@@ -129,7 +129,7 @@ def sessions(
     A system prompt of at least `VOCABULARY` tokens holds every token, so that ngram never fails to find one.
     """
     rng = random.Random(seed)
-    system = _all_words(rng)[:system_tokens]
+    system = all_words(rng)[:system_tokens]
     system += words(rng, system_tokens - len(system))
     made = []
     for number in range(count):
@@ -149,7 +149,8 @@ def words(rng: random.Random, tokens: int) -> Tokens:
     return tuple(spelled[:tokens])
 
 
-def _all_words(rng: random.Random) -> Tokens:
+def all_words(rng: random.Random) -> Tokens:
+    """All words of the vocabulary once, in a random order."""
     starts = rng.sample(range(0, VOCABULARY, WORD), VOCABULARY // WORD)
     return tuple(token for start in starts for token in range(start, start + WORD))
 
