@@ -17,6 +17,7 @@ pytestmark = pytest.mark.engine
 MakeSpec = Callable[..., EngineSpec]
 
 MAX_TOKENS = 12
+DEADLINES = {"lmcache.mp.mq_timeout": 10, "lmcache.mp.safe.lookup_timeout_s": 3}  # the connector's own
 
 
 def prompt_of(seed: int) -> Tokens:
@@ -85,7 +86,10 @@ def test_object_whose_writer_was_killed_is_a_miss_once_and_mended(
 @pytest.mark.old_vllm
 def test_server_restart_costs_hits_and_nothing_else(make_spec: MakeSpec, salt: str) -> None:
     prompt = prompt_of(22)
-    with LMCacheServer(l1_size_gb=0.25) as own, Engine(make_spec(extra={"lmcache.mp.port": own.port})) as engine:
+    with (
+        LMCacheServer(l1_size_gb=0.25) as own,
+        Engine(make_spec(extra={"lmcache.mp.port": own.port, **DEADLINES})) as engine,
+    ):
         (reference,) = engine.generate([prompt], MAX_TOKENS, salts=[f"{salt}-reference"])
 
         def ask() -> Answer:

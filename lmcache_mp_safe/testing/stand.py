@@ -1,0 +1,76 @@
+"""A real engine and a real server on which faults are tried, one after the other: each leaves both as it found them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from lmcache_mp_safe.testing.engine import Answer, Engine
+from lmcache_mp_safe.testing.leftovers import Inventory, inventory, leftovers, server_inventory, settled
+from lmcache_mp_safe.testing.oracle import Tokens, compare, sessions
+from lmcache_mp_safe.testing.server import LMCacheServer
+
+MAX_TOKENS = 8
+# Short, so that a fault is soon over; not so short that a busy machine looks like one.
+DEADLINES = {"lmcache.mp.mq_timeout": 3, "lmcache.mp.heartbeat_interval": 1, "lmcache.mp.safe.lookup_timeout_s": 2}
+
+
+def prompt_of(seed: int, system_tokens: int = 1300) -> Tokens:
+    (session,) = sessions(seed, count=1, turns=1, system_tokens=system_tokens)
+    return session.prompt([])
+
+
+@dataclass
+class Stand:
+    """What a fault is tried on.
+
+    Attributes:
+        reference: what recomputing answers to the prompt.
+        before: what the engine held after its first hit, when everything that is made once was made.
+    """
+
+    engine: Engine
+    server: LMCacheServer
+    prompt: Tokens
+    reference: Answer
+    before: Inventory
+
+    def ask(self, salt: str) -> Answer:
+        """The prompt, with nothing in vLLM's own cache. An answer that is not the recompute's is a failure."""
+        self.engine.drain(30)
+        self.engine.reset_prefix_cache()
+        (answer,) = self.engine.generate([self.prompt], MAX_TOKENS, salts=[salt])
+        assert compare(self.reference, answer) is None
+        self.engine.drain(30)
+        return answer
+
+    def ask_until_hit(self, salt: str, attempts: int = 4) -> Answer:
+        """Doubt is a miss, and a busy machine makes doubts: but they end."""
+        for _ in range(attempts):
+            answer = self.ask(salt)
+            if answer.external_tokens:
+                return answer
+        raise AssertionError(f"no hit in {attempts} attempts; {dict(self.engine.connector.scheduler_half.counters)}")
+
+    def wait_until_up(self, deadline_s: float = 60.0) -> None:
+        half = self.engine.connector.scheduler_half
+        end = time.monotonic() + deadline_s
+        while not half.wire.up:
+            assert time.monotonic() < end, f"not up again: {half.wire.why_down}"
+            half._advance(time.monotonic())
+            time.sleep(0.05)
+
+    def check_nothing_is_left(self) -> None:
+        assert leftovers(self.engine, self.before) == {}
+        assert settled(lambda: server_inventory(self.server), Inventory(), 20.0) == {}
+        assert self.engine.connector.scheduler_half.counters["internal_errors"] == 0
+
+    @classmethod
+    def of(cls, engine: Engine, server: LMCacheServer, prompt: Tokens) -> Stand:
+        """Warm: the prompt was recomputed, stored and hit."""
+        (reference,) = engine.generate([prompt], MAX_TOKENS, salts=["stand-reference"])
+        stand = cls(engine, server, prompt, reference, Inventory())
+        stand.ask("stand")
+        stand.ask_until_hit("stand")
+        stand.before = inventory(engine)
+        return stand
