@@ -39,7 +39,7 @@ _RUNNING = 4
 # Few enough that what a user said is gone from vLLM's own cache when the user comes back, and that requests preempt
 # each other; the longest conversation fits.
 _GPU_BLOCKS = {"none": 26, "ngram": 30, "mtp": 34}
-# Holds about a third of what the users say between two kills, so that the server evicts.
+# Holds what the users say in some minutes; after that the server evicts.
 _POOL_GB = 0.06
 _DEADLINES = {"lmcache.mp.mq_timeout": 3, "lmcache.mp.heartbeat_interval": 2, "lmcache.mp.safe.lookup_timeout_s": 2}
 _SALT = "soak"

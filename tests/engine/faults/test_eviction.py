@@ -14,7 +14,7 @@ from lmcache_mp_safe.testing.stand import MAX_TOKENS, Stand, prompt_of
 
 pytestmark = pytest.mark.engine
 
-POOL_GB = 0.03  # holds the objects of three prompts or so
+POOL_GB = 5 / 1024  # sixteen objects or so: what three prompts leave
 
 
 def clear_and_reuse(server: LMCacheServer) -> None:
