@@ -20,6 +20,12 @@ OURS = "lmcache.mp.safe."
 
 _MIB = 2**20
 
+# Starts a server that this connector can use.
+SERVER_COMMAND = (
+    "lmcache server --host 0.0.0.0 --port 5555 --l1-size-gb N --eviction-policy LRU"
+    " --shm-name lmcache --no-l1-use-lazy --supported-transfer-mode auto"
+)
+
 # Keys of the stock connector that have no meaning here, and why.
 _STOCK_ONLY = {
     "autostart": "start the server yourself with `lmcache server`",
@@ -153,7 +159,7 @@ def parse_config(extra: Mapping[str, Any]) -> SafeConfig:
     Raises:
         ConfigError: a key is unknown or its value has the wrong type or range; the message names the key.
     """
-    values: dict[str, Any] = {"server_url": _server_url(extra)}
+    values: dict[str, Any] = {"server_url": server_url(extra)}
     for key, value in extra.items():
         if key in _ADDRESS_KEYS:
             continue
@@ -175,7 +181,12 @@ def _unknown_key(key: str) -> str:
     return f"kv_connector_extra_config: unknown key {key!r}; {hint}"
 
 
-def _server_url(extra: Mapping[str, Any]) -> str:
+def server_url(extra: Mapping[str, Any]) -> str:
+    """Address of the one server that `kv_connector_extra_config` names; the stock connector's keys mean the same.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
     urls_key = STOCK + "server_urls"
     urls = extra.get(urls_key)
     if urls is not None:

@@ -13,7 +13,7 @@ import vllm
 from lmcache_mp_safe import __version__
 from lmcache_mp_safe.compat.features import HostFeatures
 from lmcache_mp_safe.compat.model import rank_place
-from lmcache_mp_safe.config import SafeConfig
+from lmcache_mp_safe.config import SERVER_COMMAND, SafeConfig
 from lmcache_mp_safe.contract import RankLayout
 from lmcache_mp_safe.errors import ConfigError
 from lmcache_mp_safe.geometry.groups import ModelGeometry
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 
 # A child of vLLM's logger, so that vLLM's own handlers and level show it.
 logger = logging.getLogger("vllm.lmcache_mp_safe")
-
-_SERVER_COMMAND = (
-    "lmcache server --host 0.0.0.0 --port 5555 --l1-size-gb N --eviction-policy LRU"
-    " --shm-name lmcache --no-l1-use-lazy --supported-transfer-mode auto"
-)
 
 
 def recompute_failed_loads(transfer: KVTransferConfig) -> None:
@@ -81,7 +76,7 @@ def connect(half: SchedulerHalf, config: SafeConfig) -> None:
     if half.wait_until_up(config.connect_timeout_s, time.sleep):
         return
     why = half.wire.why_down or "no answer"
-    message = f"LMCache server {config.server_url}: {why}. Start it with: {_SERVER_COMMAND}"
+    message = f"LMCache server {config.server_url}: {why}. Start it with: {SERVER_COMMAND}"
     if config.require_server:
         half.shutdown(1.0)
         raise ConfigError(

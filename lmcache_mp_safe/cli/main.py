@@ -60,5 +60,36 @@ def bench(
     raise typer.Exit(run_bench(BenchOptions(keys or [], listed, quick, strict, out, json_file)))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def doctor(
+    context: typer.Context,
+    server_url: Annotated[
+        str | None, typer.Option(help="The LMCache server; by default the one of the engine's settings.")
+    ] = None,
+    server_http_url: Annotated[
+        str | None, typer.Option(help="Its HTTP interface; by default port 8080 of the same host.")
+    ] = None,
+    deadline: Annotated[float, typer.Option(min=1, help="Seconds that looking at vLLM may take.")] = 300,
+    step: Annotated[float, typer.Option(min=0.1, help="Seconds that each step on the server may take.")] = 5,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result to this file; `-` prints it instead of the page.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with status 1 on warnings too.")] = False,
+) -> None:
+    """What is installed, configured and running, and what that leads to. One page, no weights loaded.
+
+    Give the model and all other arguments of `vllm serve` behind `--`:
+
+    lmcache-mp-safe doctor -- MODEL --kv-transfer-config '{...}'
+
+    Exit status 0 if there is no problem, 1 if there is one, 2 if the arguments are wrong.
+    """
+    from lmcache_mp_safe.cli.doctor import DoctorOptions, run_doctor, without_command
+    from lmcache_mp_safe.doctor.gather import Options
+
+    look = Options(without_command(context.args), server_url, server_http_url, deadline, step)
+    raise typer.Exit(run_doctor(DoctorOptions(look, json_file, strict)))
+
+
 if __name__ == "__main__":
     app()

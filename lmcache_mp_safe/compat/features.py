@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -36,6 +37,11 @@ class HostFeatures:
         if self.divergent_lookup == "none":
             return "this vLLM has no divergent hybrid lookup"
         return f"gate installed over the divergent hybrid lookup in vLLM's {self.divergent_lookup}"
+
+
+def host_version() -> str:
+    """For people to read; nothing is decided by it."""
+    return str(vllm.__version__)
 
 
 def probe() -> HostFeatures:

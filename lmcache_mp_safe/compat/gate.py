@@ -40,6 +40,18 @@ def install(features: HostFeatures) -> None:
         _wrap(Scheduler, "update_from_output", _with_failed_loads)
 
 
+def installed() -> tuple[str, ...]:
+    """The functions of vLLM that are replaced in this process."""
+    places: tuple[tuple[type, str], ...] = (
+        (KVCacheManager, "get_computed_blocks_for_connector"),
+        (Scheduler, "schedule"),
+        (Scheduler, "update_from_output"),
+    )
+    return tuple(
+        f"{owner.__name__}.{name}" for owner, name in places if getattr(getattr(owner, name, None), _MARK, False)
+    )
+
+
 def _wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(owner, name)
     if getattr(original, _MARK, False):

@@ -27,6 +27,7 @@ LAYERS = {
     "startup": 5,
     "connector": 6,
     "plugin": 6,
+    "doctor": 7,
     "testing": 7,
     "bench": 7,
     "cli": 8,
@@ -38,6 +39,7 @@ STRANGERS = {
     ("scheduler", "compat"),
     ("worker", "compat"),
     ("wire", "compat"),
+    ("doctor", "testing"),
 }
 # The one upward import: the plugin mends child processes of a CPU test engine, on an environment variable only.
 ALLOWED_UP = {("plugin", "testing")}
