@@ -255,7 +255,8 @@ class Stores:
             progress.session = self._wire.open(digests, prefix.salt)
         else:
             self._wire.extend(progress.session, digests[progress.session_chunks :])
-        progress.session_chunks = max(progress.session_chunks, chunks)
+            chunks = max(progress.session_chunks, chunks)
+        progress.session_chunks = chunks
         return progress.session
 
     # --- the plan ---------------------------------------------------------------------------------------------------

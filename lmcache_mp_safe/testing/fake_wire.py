@@ -166,6 +166,8 @@ class FakeWire:
 
     def lookup(self, session: SessionId, objects: int, now: float) -> CallId:
         record, call = self._begin("lookup", session)
+        if objects > len(record.chain):
+            raise LocalError(f"session {session} has {len(record.chain)} objects, not {objects}")
         if self._lost("lookup", call, session):
             return call
         found = 0
@@ -204,6 +206,8 @@ class FakeWire:
 
     def reserve(self, session: SessionId, start: int, end: int, now: float) -> CallId:
         record, call = self._begin("reserve", session)
+        if end > len(record.chain):
+            raise LocalError(f"session {session} has {len(record.chain)} objects, not {end}")
         if self._lost("reserve", call, session):
             return call
         keys = [record.key(index) for index in range(start, end)]

@@ -474,6 +474,19 @@ def test_server_restart_forgets_what_was_acknowledged_and_stores_it_again() -> N
     world.check_idle()
 
 
+def test_long_prompt_is_stored_again_from_its_first_chunk_after_a_restart() -> None:
+    chunks = 2 * CHUNKS_PER_PLAN + 3
+    world = World(groups=(FULL,), blocks=4 * chunks, wire=FakeWire(4096 + 4 * 100, capacity=2 * chunks))
+    request = started(world, FakeRequest("r", prompt(chunks * BLOCK)))
+    compute_all(world, request, chunks * BLOCK)
+    for _ in range(2):
+        for _ in range(10):
+            world.plan([request])
+        assert world.half.num_stored_tokens(request.request_id) == chunks * BLOCK
+        world.wire.restart_server()
+    assert world.half.counters["internal_errors"] == 0
+
+
 def test_engine_steps_on_until_the_workers_know_that_the_server_is_gone() -> None:
     world = World()
     request = started(world, FakeRequest("r", prompt(3 * BLOCK)))
