@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,25 @@ _EVICTION_EVERY_S = 1.0
 _CLEAN_UP_EVERY_S = 60.0
 _REAPS_PER_SILENCE = 4
 _MOST_READERS = 128
+
+OPERATIONS = frozenset(
+    (
+        "ping",
+        "get_chunk_size",
+        "register_kv_cache_engine_driven_context",
+        "unregister_kv_cache_engine_driven_context",
+        "lookup",
+        "query_prefetch_status",
+        "wait_prefetch_status",
+        "free_lookup_locks",
+        "end_session",
+        "prepare_store",
+        "commit_store",
+        "prepare_retrieve",
+        "commit_retrieve",
+        "clear",
+    )
+)
 
 # An operation that is prepared and not committed. The key's equality leaves the request id out.
 _Record = tuple[int, Any]
@@ -64,25 +83,6 @@ class FakeServer:
         self.lookup_s = lookup_s
         self._write_ttl_s, self._read_ttl_s, self._session_ttl_s = write_ttl_s, read_ttl_s, session_ttl_s
         self._reap_s, self._grace_s = reap_s, grace_s
-        self._operations: dict[str, Callable[..., Any]] = {
-            operation.__name__: operation
-            for operation in (
-                self.ping,
-                self.get_chunk_size,
-                self.register_kv_cache_engine_driven_context,
-                self.unregister_kv_cache_engine_driven_context,
-                self.lookup,
-                self.query_prefetch_status,
-                self.wait_prefetch_status,
-                self.free_lookup_locks,
-                self.end_session,
-                self.prepare_store,
-                self.commit_store,
-                self.prepare_retrieve,
-                self.commit_retrieve,
-                self.clear,
-            )
-        }
         self._begin()
 
     def _begin(self) -> None:
@@ -108,10 +108,11 @@ class FakeServer:
         Raises:
             KeyError: there is no such operation here.
         """
-        carry_out = self._operations[operation]
+        if operation not in OPERATIONS:
+            raise KeyError(operation)
         self.tick()
         try:
-            return Reply(carry_out(*arguments))
+            return Reply(getattr(self, operation)(*arguments))
         except HandlerError:
             return None
 
