@@ -15,7 +15,7 @@ from lmcache_mp_safe.identity import PrefixDigests, piece_digests
 
 
 class PoolReader(Protocol):
-    """The server's pool, mapped read-only; bounds are checked."""
+    """The server's pool, to read from; bounds are checked."""
 
     def read(self, offset: int, length: int) -> bytes: ...
 

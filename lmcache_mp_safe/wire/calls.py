@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,14 @@ class Call:
     inherited: bool = False
 
 
+@dataclass(frozen=True)
+class Grant:
+    """A reservation that the server has granted, or may have: its slots are unknown if its answer made no sense."""
+
+    offsets: tuple[int, ...] = ()
+    lease_until: float = 0.0
+
+
 @dataclass
 class Link:
     """The connection in use."""
@@ -56,12 +65,18 @@ class Link:
     next_beat: float = 0.0
     doubted: bool = False
     late: int = 0  # calls in `open` that have timed out
-    uncommitted: set[CallId] = field(default_factory=set)  # reservations that were granted and not committed
+    granted: dict[CallId, Grant] = field(default_factory=dict)  # reservations that were not committed
     open: dict[CallId, Call] = field(default_factory=dict)
 
     def has_room(self, calls: int, most: int) -> bool:
         """Whether so many more calls may be queued when `most` may be unanswered."""
         return len(self.open) + calls <= most
+
+    def being_written(self, now: float) -> Iterator[int]:
+        """Offsets of slots that are ours to write, for the time of their lease."""
+        for grant in self.granted.values():
+            if now <= grant.lease_until:
+                yield from grant.offsets
 
     @property
     def is_still_mapped(self) -> bool:

@@ -21,7 +21,7 @@ from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 from lmcache_mp_safe.errors import SafeError, Scope, ServerError
 from lmcache_mp_safe.wire.keys import object_key, registration
 from lmcache_mp_safe.wire.pool import PoolView
-from lmcache_mp_safe.wire.replies import found_objects, retrieved_offsets
+from lmcache_mp_safe.wire.replies import found_objects, pool_of, retrieved_offsets
 from lmcache_mp_safe.wire.tokens import check_chunk, synthetic_tokens
 
 NEEDED_FLAGS = "--shm-name NAME --no-l1-use-lazy --supported-transfer-mode auto"
@@ -100,21 +100,22 @@ def _connect(client: Any, target: Target) -> Connection:
         target.step_s,
         silent,
     )
-    if not registered.shm_name or registered.pool_size <= 0:
+    shm_name, pool_size = pool_of(registered)
+    if not shm_name or pool_size == 0:
         raise ServerError(f"the LMCache server shares no memory; start it with {NEEDED_FLAGS}", scope=Scope.SERVER)
-    if registered.pool_size < target.object_bytes:
+    if pool_size < target.object_bytes:
         raise ServerError(
-            f"the server's pool of {registered.pool_size} bytes cannot hold one object of {target.object_bytes};"
+            f"the server's pool of {pool_size} bytes cannot hold one object of {target.object_bytes};"
             " raise its --l1-size-gb",
             scope=Scope.SERVER,
         )
-    pool = PoolView(registered.shm_name, registered.pool_size)
+    pool = PoolView(shm_name, pool_size)
     try:
         _prove(client, target, pool, server_chunk)
     except BaseException:
         pool.close()
         raise
-    return Connection(client, instance, registered.shm_name, pool, server_chunk)
+    return Connection(client, instance, shm_name, pool, server_chunk)
 
 
 def new_instance() -> int:

@@ -1,9 +1,7 @@
-"""The server's pool as the scheduler sees it: mapped read-only, for seals and for the proof that it is the server's."""
+"""The server's pool as the scheduler sees it: opened read-only, for seals and for the proof that it is the server's."""
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 from pathlib import Path
 
@@ -13,13 +11,13 @@ SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps POSIX shared memory
 
 
 class PoolView:
-    """A read-only map of one segment."""
+    """One segment, to read from. By `pread`: reading a map of a segment that was truncated kills the process."""
 
     def __init__(self, name: str, size: int) -> None:
-        """Map the first `size` bytes.
+        """Open it.
 
         Raises:
-            ServerError: the segment is not there, smaller than it should be, or cannot be mapped.
+            ServerError: the segment is not there, or smaller than it should be.
         """
         self.path = SHARED_MEMORY / name.lstrip("/")
         self.size = size
@@ -37,7 +35,6 @@ class PoolView:
                 raise ServerError(f"{self.path} has {status.st_size} bytes, the server says {size}", scope=Scope.SERVER)
             self._check_room(size, status)
             self.inode = status.st_ino
-            self._map = mmap.mmap(self._file, size, prot=mmap.PROT_READ)
         except BaseException:
             os.close(self._file)
             raise
@@ -59,20 +56,24 @@ class PoolView:
         """The bytes [offset, offset + length).
 
         Raises:
-            ServerError: they are not inside of the pool.
+            ServerError: they are not inside of the pool, or the segment was truncated.
         """
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ServerError(f"{length} bytes at {offset} are outside of the pool of {self.size}")
-        return self._map[offset : offset + length]
+        found = os.pread(self._file, length, offset)
+        if len(found) != length:
+            raise ServerError(f"{self.path} was truncated: {len(found)} of {length} bytes at {offset}")
+        return found
 
     @property
     def is_alive(self) -> bool:
-        """Whether the segment still has its name: a server that restarts unlinks it and makes another."""
-        return not self._closed and os.fstat(self._file).st_nlink > 0
+        """Whether the segment still has its name and its size: a server that restarts unlinks it and makes another."""
+        if self._closed:
+            return False
+        status = os.fstat(self._file)
+        return status.st_nlink > 0 and status.st_size >= self.size
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            with contextlib.suppress(BufferError):
-                self._map.close()
             os.close(self._file)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lmcache_mp_safe.errors import ServerError
+from lmcache_mp_safe.errors import Scope, ServerError
+
+SLOT_ALIGNMENT = 4096  # what the server aligns to by default
 
 
 def found_objects(answer: Any, asked: int) -> int:
@@ -36,6 +39,32 @@ def reserved_offsets(context: Any, start: int, end: int, object_bytes: int, pool
     return {start + index: offset for index, offset in zip(indices, offsets, strict=True)}
 
 
+def said_yes(answer: Any) -> bool:
+    """A plain yes or no.
+
+    Raises:
+        ServerError: something else.
+    """
+    if type(answer) is not bool:
+        raise ServerError(f"yes or no expected, got {answer!r:.200}")
+    return answer
+
+
+def pool_of(answer: Any) -> tuple[str, int]:
+    """Name and size of the pool that a registration names; an empty name and 0 if the server shares none.
+
+    Raises:
+        ServerError: they make no sense.
+    """
+    name, size = getattr(answer, "shm_name", None), getattr(answer, "pool_size", None)
+    if type(name) is not str or type(size) is not int or size < 0:
+        raise ServerError(f"registration answered {answer!r:.200}", scope=Scope.SERVER)
+    bare = name.removeprefix("/")
+    if "/" in bare or "\0" in bare or bare in (".", ".."):
+        raise ServerError(f"{name!r:.200} is no name of shared memory", scope=Scope.SERVER)
+    return name, size
+
+
 def retrieved_offsets(context: Any, count: int, object_bytes: int, pool_bytes: int) -> tuple[int, ...]:
     """Pool offset of each of `count` objects.
 
@@ -60,6 +89,19 @@ def slot_offsets(slots: Any, count: int, object_bytes: int, pool_bytes: int) -> 
     return offsets
 
 
+def check_apart(offsets: Iterable[int], taken: Iterable[int], object_bytes: int) -> None:
+    """New slots touch none of those that are in use.
+
+    Raises:
+        ServerError: one of them does: two copies would meet in the same bytes.
+    """
+    in_use = sorted(set(taken))
+    for offset in offsets:
+        at = bisect.bisect(in_use, offset - object_bytes)
+        if at < len(in_use) and in_use[at] < offset + object_bytes:
+            raise ServerError(f"slot at {offset} overlaps one in use at {in_use[at]}")
+
+
 def _offset(slot: Any, object_bytes: int, pool_bytes: int) -> int:
     slot = _mapping(slot)
     offset, length = slot.get("offset"), slot.get("length")
@@ -67,6 +109,8 @@ def _offset(slot: Any, object_bytes: int, pool_bytes: int) -> int:
         raise ServerError(f"slot {slot!r:.200} is no slot of {object_bytes} bytes")
     if offset < 0 or offset + length > pool_bytes:
         raise ServerError(f"slot at {offset} with {length} bytes is outside of the pool of {pool_bytes}")
+    if offset % SLOT_ALIGNMENT:
+        raise ServerError(f"slot at {offset}, which is no multiple of {SLOT_ALIGNMENT}; leave --l1-align-bytes alone")
     return offset
 
 

@@ -27,6 +27,7 @@ class Session:
         locked: ranges of objects whose read locks this session holds.
         locked_at: when the lookup that took them was sent.
         reading: key of the open retrieve, whose commit releases its locks. reader: the instance that it is noted for.
+        reading_at: pool offsets of what is being read.
         reservations: key and lease of each reservation that was answered and not committed.
         running: calls that were not answered and have not timed out.
         looking_up: the lookup that was not answered, timed out or not: its locks are not known yet.
@@ -42,6 +43,7 @@ class Session:
     locked_at: float = 0.0
     reading: Any = None
     reader: int = 0
+    reading_at: tuple[int, ...] = ()
     reservations: dict[CallId, tuple[Any, float]] = field(default_factory=dict)
     running: set[CallId] = field(default_factory=set)
     looking_up: CallId | None = None

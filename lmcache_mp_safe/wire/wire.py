@@ -11,14 +11,15 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache_mp_safe.contract import PoolSegment
 from lmcache_mp_safe.errors import LocalError, ServerError
 from lmcache_mp_safe.ids import ServerEpoch
-from lmcache_mp_safe.wire.calls import Call, Kind, Link
+from lmcache_mp_safe.wire.calls import Call, Grant, Kind, Link
 from lmcache_mp_safe.wire.config import WireConfig
 from lmcache_mp_safe.wire.connecting import Maker, Target
 from lmcache_mp_safe.wire.debts import Debts, debts_of
@@ -38,7 +39,7 @@ from lmcache_mp_safe.wire.events import (
 )
 from lmcache_mp_safe.wire.keys import object_key, registration
 from lmcache_mp_safe.wire.pool import PoolView
-from lmcache_mp_safe.wire.replies import found_objects, reserved_offsets, retrieved_offsets
+from lmcache_mp_safe.wire.replies import check_apart, found_objects, reserved_offsets, retrieved_offsets, said_yes
 from lmcache_mp_safe.wire.salts import wire_salt
 from lmcache_mp_safe.wire.sessions import Session
 
@@ -89,6 +90,7 @@ class Wire:
         self._stopped = False
         self.has_tried = False  # an attempt to connect has ended, one way or the other
         self.why_down = "not connected yet"
+        self.failures: Counter[FailureKind] = Counter()  # calls that failed while the server was there
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -163,7 +165,7 @@ class Wire:
     def _say_goodbye(self, link: Link, deadline_s: float) -> None:
         client, last = link.connection.client, None
         self._end_lookups(link, deadline_s)
-        reserved = bool(link.uncommitted) or any(call.kind is Kind.RESERVE for call in link.open.values())
+        reserved = bool(link.granted) or any(call.kind is Kind.RESERVE for call in link.open.values())
         for session in [*self._sessions.values(), *self._closing.values()]:
             if session.reading is not None:
                 client.commit_retrieve(session.reading, session.reader)
@@ -469,6 +471,7 @@ class Wire:
     def _late(self, link: Link, call: Call, now: float) -> None:
         session = self._session_of(call)
         if not call.told:
+            self.failures[FailureKind.TIMEOUT] += 1
             self._tell(call, CallFailed(call.number, call.session, FailureKind.TIMEOUT, f"{call.kind.name} timed out"))
             call.told = link.doubted = True
             link.late += 1
@@ -490,11 +493,45 @@ class Wire:
                 return
             self._take(link, call, answer, now)
         except ServerError as error:
-            self._forget(link, call)
-            self._tell(call, CallFailed(call.number, call.session, FailureKind.MALFORMED, str(error)))
+            self._assume_done(link, call, now)
+            self._fail(link, call, FailureKind.MALFORMED, str(error))
         except Exception as error:
-            self._forget(link, call)
-            self._tell(call, CallFailed(call.number, call.session, FailureKind.REFUSED, repr(error)))
+            self._assume_done(link, call, now)
+            self._fail(link, call, FailureKind.REFUSED, repr(error))
+
+    def _fail(self, link: Link, call: Call, kind: FailureKind, detail: str) -> None:
+        """An answer that is no answer. Counted also where nobody waits for it."""
+        self.failures[kind] += 1
+        logger.debug("%s: %s", call.kind.name, detail)
+        self._finish(link, call, CallFailed(call.number, call.session, kind, detail))
+
+    def _assume_done(self, link: Link, call: Call, now: float) -> None:
+        """An answer that cannot be read: whatever the call may have done on the server is taken for done.
+
+        To give back what the server never gave releases nothing there.
+        """
+        session = self._session_of(call)
+        if call.kind is Kind.LOOKUP and session is not None:
+            self._locked(link, call, session, call.end, now)
+        elif call.kind is Kind.RETRIEVE:
+            self._reading(link, call, session, now)
+        elif call.kind is Kind.RESERVE:
+            link.granted[call.number] = Grant()
+
+    def _locked(self, link: Link, call: Call, session: Session, objects: int, now: float) -> None:
+        """The lookup's locks are held; nobody waits for those of one that timed out."""
+        session.lock(objects, call.sent)
+        if call.told and not session.closing:
+            self._give_back(link, session, now)
+
+    def _reading(self, link: Link, call: Call, session: Session | None, now: float) -> None:
+        """The retrieve's end is owed: at once where nobody waits for the retrieve any more."""
+        session = session or Session(call.session, "", "")  # closed without waiting: only the end is owed
+        if call.told and not session.closing:
+            future = link.connection.client.commit_retrieve(call.key, link.connection.instance)
+            self._send(link, Kind.SETTLE, session, future, now)
+        else:
+            session.read(call.key, link.connection.instance, call.sent)
 
     def _ask_status(self, link: Link, call: Call) -> None:
         session = self._session_of(call)
@@ -516,49 +553,49 @@ class Wire:
         elif call.kind is Kind.RETRIEVE:
             self._take_retrieve(link, call, answer, session, now)
         elif call.kind is Kind.RESERVE:
-            link.uncommitted.add(call.number)
-            offsets = reserved_offsets(answer.context, call.start, call.end, size, pool)
+            offsets = reserved_offsets(getattr(answer, "context", None), call.start, call.end, size, pool)
+            check_apart(offsets.values(), [*link.being_written(now), *self._being_read()], size)
             lease_until = call.sent + self._config.lease_s
-            if not offsets:
-                link.uncommitted.discard(call.number)
+            if offsets:
+                link.granted[call.number] = Grant(tuple(offsets.values()), lease_until)
             if session is not None and not call.told and offsets:
                 session.reservations[call.number] = (call.key, lease_until)
             self._finish(link, call, Reserved(call.number, call.session, call.start, offsets, lease_until))
         elif call.kind is Kind.COMMIT:
-            if answer is True:
-                link.uncommitted.discard(CallId(call.start))
-            self._finish(link, call, Committed(call.number, call.session, answer is True))
+            accepted = said_yes(answer)
+            if accepted:
+                link.granted.pop(CallId(call.start), None)
+            self._finish(link, call, Committed(call.number, call.session, accepted))
         else:
             self._forget(link, call)
 
     def _take_lookup(self, link: Link, call: Call, answer: Any, session: Session | None, now: float) -> None:
-        try:
-            found = found_objects(answer, call.end)
-        except ServerError:
-            if session is not None:
-                session.lock(call.end, call.sent)  # the server frees no more than it noted for the session
-            raise
+        found = found_objects(answer, call.end)
         if session is not None:
-            session.lock(call.end if call.inherited else found, call.sent)  # the server frees no more than it noted
-            if call.told and not session.closing:
-                self._give_back(link, session, now)
+            # The server frees no more than it noted.
+            self._locked(link, call, session, call.end if call.inherited else found, now)
         self._finish(link, call, LookupAnswered(call.number, call.session, found))
 
     def _take_retrieve(self, link: Link, call: Call, answer: Any, session: Session | None, now: float) -> None:
-        if not answer.success:
+        success = getattr(answer, "success", None)
+        if success is False:
             # The server released these locks itself: freeing them as well would strip other readers.
-            self._finish(link, call, CallFailed(call.number, call.session, FailureKind.REFUSED, "not readable"))
+            self._fail(link, call, FailureKind.REFUSED, "not readable")
             return
-        if session is None:
-            session = Session(call.session, "", "")  # closed without waiting: only the commit is owed
-        if call.told and not session.closing:
-            client = link.connection.client
-            self._send(link, Kind.SETTLE, session, client.commit_retrieve(call.key, link.connection.instance), now)
-        else:
-            session.read(call.key, link.connection.instance, call.sent)
-        count = call.end - call.start
-        offsets = retrieved_offsets(answer.context, count, self._config.object_bytes, link.segment.size)
+        said_yes(success)
+        count, size = call.end - call.start, self._config.object_bytes
+        offsets = retrieved_offsets(getattr(answer, "context", None), count, size, link.segment.size)
+        check_apart(offsets, link.being_written(now), size)
+        if session is not None:
+            session.reading_at = offsets
+        self._reading(link, call, session, now)
         self._finish(link, call, Retrieved(call.number, call.session, offsets))
+
+    def _being_read(self) -> Iterator[int]:
+        """Offsets of slots that somebody here reads."""
+        for session in [*self._sessions.values(), *self._closing.values()]:
+            if session.reading is not None:
+                yield from session.reading_at
 
     def _finish(self, link: Link, call: Call, event: SessionEvent) -> None:
         self._forget(link, call)

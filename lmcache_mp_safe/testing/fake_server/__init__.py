@@ -14,7 +14,7 @@ flags, shared memory and no L2. `testing/conformance` holds it to the real serve
 
 from __future__ import annotations
 
-from lmcache_mp_safe.testing.fake_server.client import Call, FakeClient, HeldCalls, at_once, carry
+from lmcache_mp_safe.testing.fake_server.client import Call, FakeClient, HeldCalls, at_once, carry, reply_to
 from lmcache_mp_safe.testing.fake_server.connecting import FakeMaker
 from lmcache_mp_safe.testing.fake_server.memory import Memory, SharedMemory
 from lmcache_mp_safe.testing.fake_server.server import FakeServer, Reply
@@ -30,4 +30,5 @@ __all__ = [
     "SharedMemory",
     "at_once",
     "carry",
+    "reply_to",
 ]

@@ -52,9 +52,14 @@ class Server(Protocol):
     def handle(self, operation: str, arguments: Any) -> Reply | None: ...
 
 
+def reply_to(call: Call, server: Server) -> Reply | None:
+    """Have the server carry out the call; its reply is not delivered yet."""
+    return server.handle(call.operation, tuple(map(as_received, call.arguments)))
+
+
 def carry(call: Call, server: Server) -> None:
     """Have the server carry out the call, and answer it if the server does."""
-    reply = server.handle(call.operation, tuple(map(as_received, call.arguments)))
+    reply = reply_to(call, server)
     if reply is not None:
         call.answer(reply.value)
 
