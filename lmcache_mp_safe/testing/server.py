@@ -55,7 +55,7 @@ class LMCacheServer:
         shm_name: str | None = None,
         flags: Sequence[str] = SHARED_MEMORY_FLAGS,
         extra: Sequence[str] = (),
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 180.0,
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
