@@ -91,5 +91,40 @@ def doctor(
     raise typer.Exit(run_doctor(DoctorOptions(look, json_file, strict)))
 
 
+@app.command()
+def verify(
+    url: Annotated[str | None, typer.Option(help="The server under test: vLLM with the connector.")] = None,
+    baseline_url: Annotated[
+        str | None, typer.Option(help="The same model without the connector; the same server if left out.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Its name; the first of /v1/models if left out.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Prompts; each is asked four times.")] = 60,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Go on for so long, instead of --requests.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Sessions at a time.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each request.")] = 64,
+    near_tie: Annotated[float, typer.Option(min=0, help="Nats up to which a difference is a near-tie.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Of the generated sessions.")] = 0,
+    chats: Annotated[Path | None, typer.Option(help="JSONL of chats to replay instead.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for each request.")] = 300,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots to this file.")] = None,
+    self_test: Annotated[bool, typer.Option("--self-test", help="Show that one wrong answer is noticed.")] = False,
+) -> None:
+    """Ask live servers, with the connector and without, and compare what they say. API key: OPENAI_API_KEY.
+
+    Exit status 0: clean. 1: corrupt, or the self-test failed. 2: wrong usage, or a server gave no answer. 3: suspicious
+    or undecided.
+    """
+    from lmcache_mp_safe.cli.verify import VerifyOptions, run_verify
+    from lmcache_mp_safe.verify.run import Settings
+
+    settings = Settings(None if minutes is not None else requests, minutes, concurrency, max_tokens, near_tie)
+    raise typer.Exit(
+        run_verify(
+            VerifyOptions(url, baseline_url, model, settings, seed, chats, timeout, json_file, html_file, self_test)
+        )
+    )
+
+
 if __name__ == "__main__":
     app()

@@ -30,6 +30,7 @@ LAYERS = {
     "doctor": 7,
     "testing": 7,
     "bench": 7,
+    "verify": 7,
     "cli": 8,
 }
 # Pairs on one layer that must not know each other.
