@@ -478,7 +478,12 @@ class Wire:
             if session is not None:
                 session.running.discard(call.number)
         elif call.kind is Kind.LOOKUP and now > call.deadline + _ORPHAN_S:
-            self._forget(link, call)
+            if call.acknowledged or session is None:
+                self._forget(link, call)
+                return
+            # The answer is lost. A lookup that nobody asks about stays in the server for ever.
+            call.acknowledged, call.deadline = True, now
+            self._ask_status(link, call)
 
     def _answered(self, link: Link, call: Call, now: float) -> None:
         try:

@@ -377,6 +377,21 @@ def test_a_lookup_that_is_answered_late_frees_its_locks_and_is_a_miss(bench: Ben
     assert not bench.held_anything()
 
 
+def test_a_lookup_whose_answer_is_lost_is_asked_about_before_it_is_given_up(bench: Bench) -> None:
+    """The server keeps a lookup, and its locks, until somebody asks for its status."""
+    session = bench.wire.open(DIGESTS)
+    bench.wire.lookup(session, 6, bench.now)
+    bench.after(CONFIG.lookup_timeout_s + 0.1)
+    bench.wire.close(session, bench.now)
+    bench.poll()
+    bench.answer("register", bench.maker.registered())
+    bench.after(61.0)
+    assert bench.answer("status", 4) == []
+    assert spans(bench.client.sent("free")) == [(0, 4)]
+    bench.settle()
+    assert "end" in bench.names()
+
+
 def test_a_lookup_is_not_ended_while_its_status_is_unknown(bench: Bench) -> None:
     session = bench.wire.open(DIGESTS)
     bench.wire.lookup(session, 6, bench.now)
