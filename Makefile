@@ -15,9 +15,11 @@ MINUTES ?= 20
 
 NEW := .venv
 OLD := .venv-$(OLD_VLLM)
+SIM_SEEDS ?= 0:5000
+SIM_STEPS ?= 200
 PIP_FLAGS := --quiet --no-deps --disable-pip-version-check
 
-.PHONY: venv venv-$(OLD_VLLM) lint test test-fast test-server test-engine test-faults test-old soak demo clean
+.PHONY: sim venv venv-$(OLD_VLLM) lint test test-fast test-server test-engine test-faults test-old soak demo clean
 .DEFAULT_GOAL := test
 
 venv: $(NEW)/.package
@@ -46,6 +48,10 @@ test: lint test-fast test-server test-engine test-old
 # Levels that need neither a server nor an engine.
 test-fast: venv
 	$(NEW)/bin/python -m pytest -m "not server and not engine and not gpu" $(PYTEST_ARGS)
+
+# 5,000 seeds of 200 steps are a million steps.
+sim: venv
+	$(NEW)/bin/python -m lmcache_mp_safe.testing.sim --seeds $(SIM_SEEDS) --steps $(SIM_STEPS) --jobs 2
 
 test-server: venv
 	$(NEW)/bin/python -m pytest -m "server and not engine" $(PYTEST_ARGS)

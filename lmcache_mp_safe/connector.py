@@ -6,7 +6,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,8 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
         ConfigError: at construction or at the handshake, for anything that cannot be served; names what to change.
     """
 
+    _clock: Callable[[], float] = staticmethod(time.monotonic)  # a simulator has time of its own
+
     # vLLM 0.28 and newer ask this before they let an attention hit run deeper than a recurrent state. An external hit
     # here always brings the state itself, but a local state is never completed: hits of all groups are reconciled.
     @property
@@ -116,7 +118,7 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
             make_wire=self.make_wire,
             keep_tokens=2 if self._features.pads_remainder else 1,
             margin_tokens=hit_margin_tokens(self._vllm_config, self._geometry),
-            clock=time.monotonic,
+            clock=self._clock,
             random_text=functools.partial(secrets.token_hex, 16),
         )
 

@@ -126,5 +126,13 @@ def verify(
     )
 
 
+@app.command()
+def replay(trace: Annotated[Path, typer.Argument(help="A trace that a failing seed of the simulator left.")]) -> None:
+    """Run a trace of the simulator again. Exit status 1 if an invariant does not hold, 2 if it is no trace."""
+    from lmcache_mp_safe.cli.replay import run_replay
+
+    raise typer.Exit(run_replay(trace))
+
+
 if __name__ == "__main__":
     app()
