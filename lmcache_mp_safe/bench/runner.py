@@ -214,6 +214,7 @@ def machine_header() -> dict[str, str]:
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "GPU": _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader") or "none",
         "CPU": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores",
+        "load": f"{os.getloadavg()[0]:.1f}, as it began",
         "kernel": platform.release(),
         "python": platform.python_version(),
     }

@@ -14,7 +14,7 @@ from lmcache_mp_safe.bench.installed import missing_packages
 from lmcache_mp_safe.bench.measure import MS
 from lmcache_mp_safe.bench.runner import Row, WrongBytesError
 
-LENGTHS = (2_000, 8_000, 15_000)
+LENGTHS = (1_400, 4_000)
 _SALT = "bench"
 
 
@@ -45,7 +45,7 @@ class TimeToFirstToken:
             )
             with EngineProcess(spec) as engine:
                 for length in LENGTHS[:1] if quick else LENGTHS:
-                    yield self._row(engine, length, 2 if quick else 6)
+                    yield self._row(engine, length, 2 if quick else 4)
 
     def _row(self, engine: Any, length: int, repeats: int) -> Row:
         from lmcache_mp_safe.testing.oracle import words
