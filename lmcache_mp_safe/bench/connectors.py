@@ -21,8 +21,10 @@ from lmcache_mp_safe.geometry.seal import Seal
 from lmcache_mp_safe.ids import ServerEpoch
 from lmcache_mp_safe.wire import Wire
 
-# Neither side's heartbeat has a part in what is measured.
-_EXTRA: dict[str, Any] = {"lmcache.mp.heartbeat_interval": 3600.0}
+# Neither side's heartbeats and deadlines have a part in what is measured, however busy the machine is.
+_EXTRA: dict[str, Any] = {"lmcache.mp.heartbeat_interval": 3600.0, "lmcache.mp.mq_timeout": 3600.0}
+_OUR_EXTRA: dict[str, Any] = {"lmcache.mp.safe.lookup_timeout_s": 600.0, "lmcache.mp.safe.lease_s": 200.0}
+_TROUBLE = ("internal_errors", "store_calls_failed", "lookups_failed", "leases_over", "slots_abandoned")
 _EVENT = bytes(64)  # an interprocess event's handle on the wire
 
 
@@ -77,7 +79,7 @@ class OurSide:
 
     def __init__(self, shape: Shape, blocks: int, step_tokens: int, server: StubServer, ranks: int = 1) -> None:
         self.server = server
-        config = vllm_config(shape, step_tokens, dict(_EXTRA), ranks=ranks)
+        config = vllm_config(shape, step_tokens, _EXTRA | _OUR_EXTRA, ranks=ranks)
         self.connector = _Ours(config, KVConnectorRole.SCHEDULER, kv_cache_config(shape, blocks))
         self.connector.stub = server
         self._ranks = [RankLayout(rank, shape.group_page_bytes(ranks), bytes([rank]) * 16) for rank in range(ranks)]
@@ -126,6 +128,12 @@ class OurSide:
 
     def busy(self) -> bool:
         return bool(self.connector.has_pending_push_work())
+
+    @property
+    def trouble(self) -> dict[str, int]:
+        """What went wrong, by counter: such a run says nothing."""
+        counters = self.connector.scheduler_half.counters
+        return {name: counters[name] for name in _TROUBLE if counters[name]}
 
 
 @contextmanager

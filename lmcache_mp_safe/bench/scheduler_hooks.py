@@ -68,6 +68,8 @@ def lives(shape: Any, requests: int, length: int, delay: int) -> dict[str, Life]
         engine.drain()
     finally:
         gc.enable()
+    if both[0].trouble:
+        raise RuntimeError(f"{requests} x {length} tokens on {shape.name}: {both[0].trouble}")
     for side in both:
         side.connector.shutdown()
     return {

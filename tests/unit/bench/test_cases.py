@@ -19,6 +19,7 @@ from lmcache_mp_safe.bench.shapes import ATTENTION, HYBRID, Shape
 from lmcache_mp_safe.bench.stub import StubServer
 from lmcache_mp_safe.bench.wire_bytes import traffic
 from lmcache_mp_safe.cli.main import app
+from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.wire.keys import object_key
 from lmcache_mp_safe.wire.tokens import synthetic_tokens
 
@@ -70,6 +71,15 @@ def test_time_is_taken_in_every_phase_on_both_sides(delay: int) -> None:
     assert set(found) == {"ours", "stock"}
     for life in found.values():
         assert all(value > 0 for value in dataclasses.astuple(life))
+
+
+def test_lives_with_calls_that_failed_give_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise LocalError("a bug")
+
+    monkeypatch.setattr("lmcache_mp_safe.scheduler.stores.Stores.consider", refuse)
+    with pytest.raises(RuntimeError, match="internal_errors"):
+        lives(HYBRID, 1, 4000, 1)
 
 
 def test_a_row_holds_medians_and_the_large_cell_has_thresholds() -> None:
