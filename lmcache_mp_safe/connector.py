@@ -20,15 +20,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_mp_safe import startup
+from lmcache_mp_safe.announcements import Announcements
+from lmcache_mp_safe.compat.events import events_of, wants_events
 from lmcache_mp_safe.compat.features import probe
 from lmcache_mp_safe.compat.gate import install
 from lmcache_mp_safe.compat.model import geometry_of, hit_margin_tokens, naming_facts
-from lmcache_mp_safe.compat.requests import HostBlockPool, HostRequest
+from lmcache_mp_safe.compat.requests import HostBlockPool, HostRequest, cached_token_stats
+from lmcache_mp_safe.compat.stats import SafePromMetrics, SafeStats
 from lmcache_mp_safe.config import SafeConfig, parse_config
 from lmcache_mp_safe.contract import RankLayout, StepPlan, StepReport
 from lmcache_mp_safe.errors import ConfigError
 from lmcache_mp_safe.identity import namespace
 from lmcache_mp_safe.ids import RequestId, ServerEpoch
+from lmcache_mp_safe.metrics.tally import Tally
 from lmcache_mp_safe.scheduler.half import Role, SchedulerHalf
 from lmcache_mp_safe.wire import Wire, WireConfig
 from lmcache_mp_safe.worker.half import WorkerHalf
@@ -36,6 +40,7 @@ from lmcache_mp_safe.worker.half import WorkerHalf
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -104,6 +109,7 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._layout: RankLayout | None = None
         self._failed_loads: set[RequestId] = set()
+        self._tally = Tally()  # the scheduler half's and its wires'; a worker half has its own
         if role is KVConnectorRole.SCHEDULER:
             install(self._features)
             startup.recompute_failed_loads(transfer)
@@ -120,6 +126,8 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
             margin_tokens=hit_margin_tokens(self._vllm_config, self._geometry),
             clock=self._clock,
             random_text=functools.partial(secrets.token_hex, 16),
+            tally=self._tally,
+            announcements=Announcements() if wants_events(self._vllm_config) else None,
         )
 
     def wire_config(self, object_bytes: int, generation: str, first_epoch: ServerEpoch) -> WireConfig:
@@ -136,7 +144,7 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def make_wire(self, object_bytes: int, generation: str, first_epoch: ServerEpoch) -> Wire:
         """The way to the server, for the scheduler half. A benchmark puts a stub of a server in its place."""
-        return Wire(self.wire_config(object_bytes, generation, first_epoch))
+        return Wire(self.wire_config(object_bytes, generation, first_epoch), tally=self._tally)
 
     def _namespace(self, generation: str) -> str:
         facts = naming_facts(self._vllm_config, self._geometry, self._ranks, self._config)
@@ -208,9 +216,18 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """False: blocks go back to vLLM at once; what is still to be stored survives by its pins."""
-        self.scheduler_half.finished(self._source(request))
-        return False, None
+        """False: blocks go back to vLLM at once; what is still to be stored survives by its pins.
+
+        A request that asks for `cached_token_stats` in its `kv_transfer_params` gets them back there.
+        """
+        source = self._source(request)
+        cached = self.scheduler_half.cached_tokens(source.request_id)
+        self.scheduler_half.finished(source)
+        return False, cached_token_stats(cached.local, cached.external) if source.wants_cached_token_stats else None
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV cache events of acknowledged stores and of objects that are gone, since the last call."""
+        return events_of(self.scheduler_half.take_announcements())
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler_half.has_pending_work
@@ -277,6 +294,25 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
         return None if report is None else ReportMetadata(report)
 
     # --- both -------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> SafeStats | None:
+        """What is new since the last step: of this rank, or of the scheduler half."""
+        half = self._scheduler or self._worker
+        return None if half is None else SafeStats.of(half.take_sample())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SafeStats:
+        return SafeStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> SafePromMetrics:
+        return SafePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

@@ -130,7 +130,7 @@ class OurSide:
         return bool(self.connector.has_pending_push_work())
 
     @property
-    def trouble(self) -> dict[str, int]:
+    def trouble(self) -> dict[str, float]:
         """What went wrong, by counter: such a run says nothing."""
         counters = self.connector.scheduler_half.counters
         return {name: counters[name] for name in _TROUBLE if counters[name]}

@@ -65,6 +65,12 @@ class HostRequest:
             return {}
         return {key: value for key, value in params.items() if isinstance(key, str) and key.startswith("lmcache.")}
 
+    @property
+    def wants_cached_token_stats(self) -> bool:
+        """Whether it asks, as with the stock connector, how much of its prompt was cached."""
+        params = getattr(self._request, "kv_transfer_params", None)
+        return isinstance(params, dict) and "cached_token_stats" in params
+
     def tokens(self, start: int, end: int) -> Sequence[int]:
         """Token ids [start, end)."""
         tokens: Sequence[int] = self._request.all_token_ids[start:end]
@@ -76,9 +82,20 @@ class HostRequest:
         vLLM's own extra keys (multimodal hashes, LoRA, prompt embeddings, salt) and the LoRA's path, because vLLM keys
         an adapter by its name, which means something only within one process.
         """
-        keys, _ = generate_block_hash_extra_keys(self._request, start, end, 0)
+        keys = self.vllm_extra_keys(start, end)
         lora = self._request.lora_request
         return (keys, lora.lora_path) if lora is not None else keys
+
+    def vllm_extra_keys(self, start: int, end: int) -> tuple[Any, ...] | None:
+        """What vLLM hashes besides the token ids [start, end)."""
+        keys: tuple[Any, ...] | None = generate_block_hash_extra_keys(self._request, start, end, 0)[0]
+        return keys
+
+    @property
+    def lora(self) -> tuple[int | None, str | None]:
+        """Id and name of the adapter, if there is one."""
+        lora = self._request.lora_request
+        return (None, None) if lora is None else (lora.adapter_id, lora.name)
 
     def block_hashes(self, columns: range, block_tokens: int) -> Sequence[Any] | None:
         """vLLM's hashes of the prefixes that end with these columns; None while the tokens of one are unknown."""
@@ -86,6 +103,21 @@ class HostRequest:
         if block_tokens != self._hash_block_tokens:
             hashes = BlockHashListWithBlockSize(hashes, self._hash_block_tokens, block_tokens)
         return [hashes[column] for column in columns] if columns.stop <= len(hashes) else None
+
+
+def cached_token_stats(local: int, external: int) -> dict[str, dict[str, int]]:
+    """`kv_transfer_params` of an answer, by the stock connector's names.
+
+    Args:
+        local: prompt tokens that vLLM's own cache served.
+        external: tokens from the start of the prompt that the server's objects covered; 0 without a load.
+    """
+    stats = {
+        "num_vllm_cached_tokens": local,
+        "num_lmcache_cached_tokens": external,
+        "num_lmcache_extra_cached_tokens": max(0, external - local),
+    }
+    return {"cached_token_stats": stats}
 
 
 class HostBlockPool:

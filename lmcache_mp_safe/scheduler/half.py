@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Protocol
 
 import msgspec
 
+from lmcache_mp_safe.announcements import Announcements, News
 from lmcache_mp_safe.config import SafeConfig
 from lmcache_mp_safe.contract import JobOutcome, LoadJob, PoolSegment, RankLayout, StepPlan, StepReport
 from lmcache_mp_safe.errors import ConfigError
 from lmcache_mp_safe.geometry.groups import ModelGeometry
 from lmcache_mp_safe.identity import PrefixDigests
 from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
+from lmcache_mp_safe.metrics.counts import Count, Jobs, Level, Miss, Slots
+from lmcache_mp_safe.metrics.tally import Sample, Tally
 from lmcache_mp_safe.scheduler.certify import BlockPool
 from lmcache_mp_safe.scheduler.hits import NO_EPOCH, Hit, Hits, with_limit
 from lmcache_mp_safe.scheduler.known import Known
@@ -49,7 +52,6 @@ class RequestSource(Source, Protocol):
     def is_resumable(self) -> bool: ...
     @property
     def user_configs(self) -> dict[str, object]: ...
-    def tokens(self, start: int, end: int) -> Sequence[int]: ...
     def extra_keys(self, start: int, end: int) -> object: ...
 
 
@@ -61,9 +63,27 @@ class Role:
     may_store: bool
 
 
+@dataclass(frozen=True)
+class CachedTokens:
+    """What one request did not have to compute, as of its last admission.
+
+    Attributes:
+        local: prompt tokens that vLLM's own cache served.
+        external: tokens from the start of the prompt that a load has brought or completed; 0 without one.
+    """
+
+    local: int = 0
+    external: int = 0
+
+
 @dataclass
 class Tracked:
-    """Everything known about one request. `answered`: vLLM has a final answer and has not admitted the request yet."""
+    """Everything known about one request.
+
+    Attributes:
+        answered: vLLM has a final answer and has not admitted the request yet.
+        declined: this lookup was answered without asking anybody, and counted.
+    """
 
     source: RequestSource
     prefix: Prefix
@@ -71,6 +91,8 @@ class Tracked:
     store_limit: int | None
     bypassed: bool = False
     answered: bool = False
+    declined: bool = False
+    cached: CachedTokens = field(default_factory=CachedTokens)
 
 
 @dataclass
@@ -100,6 +122,8 @@ class SchedulerHalf:
         keep_tokens: prompt tokens that a hit must leave to be computed.
         margin_tokens: further tokens below the last block boundary, a multiple of the block.
         clock: monotonic seconds.
+        tally: what is counted; the wires may count into the same one.
+        announcements: takes what is stored and what is gone; None: nobody wants to know.
         random_text: fresh random text, for the generation after a cache reset.
     """
 
@@ -114,6 +138,8 @@ class SchedulerHalf:
         margin_tokens: int = 0,
         clock: Callable[[], float],
         random_text: Callable[[], str],
+        tally: Tally | None = None,
+        announcements: Announcements | None = None,
     ) -> None:
         self._config = config
         self._geometry = geometry
@@ -137,7 +163,9 @@ class SchedulerHalf:
         self._unusable_epoch: ServerEpoch | None = None
         self._told_segment: PoolSegment | None = None  # what the workers map, by the last plan
         self._next_epoch = ServerEpoch(1)
-        self.counters: Counter[str] = Counter()
+        self._tally = tally if tally is not None else Tally()
+        self._announcements = announcements
+        self._last_plan: float | None = None
 
     # --- start and end ----------------------------------------------------------------------------------------------
 
@@ -180,7 +208,7 @@ class SchedulerHalf:
 
     def _attach(self, generation: str) -> _Attachment:
         assert self._pool is not None
-        now, known = self._clock(), Known()
+        now, known = self._clock(), Known(announcements=self._announcements)
         wire = self._make_wire(self.objects.layout.object_bytes, generation, self._next_epoch)
         wire.start(now)
         rules = Rules(
@@ -198,7 +226,7 @@ class SchedulerHalf:
             lookup_timeout_s=self._config.lookup_timeout_s,
             hold_s=self._config.hold_s,
             next_job=self._next_job,
-            count=self._count,
+            tally=self._tally,
         )
         stores = Stores(
             wire,
@@ -210,7 +238,7 @@ class SchedulerHalf:
             lease_s=self._config.lease_s,
             save_decode=self._config.save_decode_cache,
             next_job=self._next_job,
-            count=self._count,
+            tally=self._tally,
         )
         return _Attachment(wire, known, hits, stores)
 
@@ -233,7 +261,7 @@ class SchedulerHalf:
         for tracked in self._book.values():
             self._live.hits.track(tracked.hit)
             self._live.stores.follow(tracked.prefix)
-        self._count("resets", 1)
+        self._tally.add(Count.RESETS)
         return True
 
     # --- scheduler hooks --------------------------------------------------------------------------------------------
@@ -264,13 +292,16 @@ class SchedulerHalf:
     def _matched_tokens(self, source: RequestSource, local_tokens: int) -> int | None:
         now = self._clock()
         self._advance(now)
-        if self._live is None or not self._role.may_load or source.skips_reading:
+        if self._live is None or not self._role.may_load:
             return 0
         tracked = self._track(source)
-        if tracked.bypassed:
-            return 0
         before = tracked.hit.record
-        if not self._usable() and before.phase in (Phase.NEW, Phase.COMPUTING):
+        why = self._why_not(tracked)
+        if why is not None:
+            if not tracked.declined:
+                self._tally.add(Count.LOOKUPS)
+                self._tally.add(why)
+            tracked.declined = True
             return 0
         if before.phase in (Phase.NEW, Phase.COMPUTING):
             limit = self._deepest_hit(source.num_tokens)
@@ -278,6 +309,16 @@ class SchedulerHalf:
             tracked.hit.record = with_limit(before, limit, remembered)
             tracked.hit.whole_chunks = source.num_tokens // self._geometry.chunk_tokens
         return self._live.hits.poll(tracked.hit, local_tokens, now)
+
+    def _why_not(self, tracked: Tracked) -> Miss | None:
+        """Why nobody needs to be asked."""
+        if tracked.source.skips_reading:
+            return Miss.UNWANTED
+        if tracked.bypassed:
+            return Miss.BYPASSED
+        if not self._usable() and tracked.hit.record.phase in (Phase.NEW, Phase.COMPUTING):
+            return Miss.SERVER_DOWN
+        return None
 
     def _deepest_hit(self, num_tokens: int) -> int:
         """The deepest boundary at which a prompt of this length may be resumed."""
@@ -292,7 +333,8 @@ class SchedulerHalf:
                     self._refuse(source.request_id)
                 return
             tracked = self._track(source)
-            tracked.answered = False
+            tracked.answered = tracked.declined = False
+            tracked.cached = CachedTokens(tracked.hit.record.local_tokens)
             self._live.hits.admitted(tracked.hit, external_tokens, blocks, self._clock())
         except Exception:
             self._give_up(source.request_id, "allocation")
@@ -307,6 +349,9 @@ class SchedulerHalf:
         if self._live is None:
             return StepPlan(self._plan_number, loads=refused)
         self._advance(now)
+        if self._last_plan is not None and not self._usable():
+            self._tally.add(Count.BYPASS_SECONDS, now - self._last_plan)
+        self._last_plan = now
         stores = self._live.stores
         if preempted:
             stores.give_way(self._plan_number)
@@ -366,19 +411,49 @@ class SchedulerHalf:
         """
         if self._live is not None and self._told_segment is not None and not self.wire.up:
             return True
-        attachments = [a for a in (self._live, *self._retired) if a is not None]
         return bool(self._refused_loads) or any(
-            a.stores.busy or a.hits.running_loads or a.wire.unsettled for a in attachments
+            a.stores.busy or a.hits.running_loads or a.wire.unsettled for a in self._attachments()
         )
 
     @property
     def has_pending_block_frees(self) -> bool:
         """Whether workers hold jobs whose end gives blocks back, so that vLLM may wait instead of preempting."""
-        return any(a.stores.copying for a in (self._live, *self._retired) if a is not None)
+        return any(a.stores.copying for a in self._attachments())
 
     @property
     def pinned_blocks(self) -> int:
-        return sum(a.stores.pinned_blocks for a in (self._live, *self._retired) if a is not None)
+        return sum(a.stores.pinned_blocks for a in self._attachments())
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """What was counted since the start, by the names in `metrics/counts.py`."""
+        return self._tally.totals
+
+    def take_sample(self) -> Sample | None:
+        """What is new for the metrics since the last call; None if nothing is."""
+        return None if self._live is None else self._tally.take(self._levels(self._live))
+
+    def take_announcements(self) -> list[News]:
+        """What is stored and what is gone since the last call."""
+        return [] if self._announcements is None else self._announcements.take()
+
+    def _levels(self, live: _Attachment) -> dict[StrEnum, float]:
+        attachments = list(self._attachments())
+        return {
+            Level.PINNED_BLOCKS: self.pinned_blocks,
+            Level.EPOCH: live.wire.epoch,
+            Level.SERVER_UP: int(self._usable()),
+            Level.CALLS_UNANSWERED: sum(a.wire.unanswered for a in attachments),
+            Slots.WRITING: sum(a.stores.slots_written for a in attachments),
+            Slots.READING: sum(a.hits.slots_read for a in attachments),
+            Jobs.STORE: sum(a.stores.jobs for a in attachments),
+            Jobs.LOAD: sum(a.hits.running_loads for a in attachments),
+        }
+
+    def cached_tokens(self, request_id: RequestId) -> CachedTokens:
+        """What a live request did not have to compute."""
+        tracked = self._book.get(request_id)
+        return CachedTokens() if tracked is None else tracked.cached
 
     def num_stored_tokens(self, request_id: RequestId) -> int:
         """Tokens of a live request that the server has acknowledged, contiguous from 0 or from what it loaded."""
@@ -389,8 +464,10 @@ class SchedulerHalf:
     def _next_job(self) -> JobId:
         return JobId(next(self._job_ids))
 
-    def _count(self, name: str, amount: int) -> None:
-        self.counters[name] += amount
+    def _attachments(self) -> Iterator[_Attachment]:
+        if self._live is not None:
+            yield self._live
+        yield from self._retired
 
     def _usable(self) -> bool:
         return self._live is not None and self._live.wire.up and self._live.wire.epoch != self._unusable_epoch
@@ -465,9 +542,11 @@ class SchedulerHalf:
         live = self._live
         for event in live.wire.poll(now):
             if isinstance(event, Lost):
+                self._tally.add(Count.CONNECTIONS_LOST)
                 logger.warning("LMCache server lost: %s; requests are computed without it", event.why)
                 self._end_epoch(live, now)
             elif isinstance(event, Connected):
+                self._tally.add(Count.CONNECTIONS)
                 logger.info("LMCache server is up: epoch %d, pool %s", event.epoch, event.segment.name)
             elif live.hits.owns(event.session):
                 self._feed(live.hits.handle, event, now)
@@ -479,7 +558,7 @@ class SchedulerHalf:
             handle(event, now)
         except Exception:
             # The request that waits for this answer times out into a miss.
-            self._count("internal_errors", 1)
+            self._tally.add(Count.INTERNAL_ERRORS)
             logger.exception("an answer of the LMCache server could not be handled")
 
     def _end_epoch(self, attachment: _Attachment, now: float) -> None:
@@ -501,6 +580,7 @@ class SchedulerHalf:
                 ended = attachment.hits.load_ended(job_id, answers.outcomes, answers.bad_objects, now)
                 tracked = self._book.get(ended.request_id)
                 if ended.arrived and tracked is not None:
+                    tracked.cached = replace(tracked.cached, external=ended.boundary)
                     tracked.prefix.progress.num_loaded_tokens = ended.boundary
                 return set() if ended.arrived else {ended.request_id}
             if attachment.stores.runs_job(job_id):
@@ -508,14 +588,14 @@ class SchedulerHalf:
         return set()
 
     def _refuse(self, request_id: RequestId) -> None:
-        self._count("loads_refused", 1)
+        self._tally.add(Count.LOADS_REFUSED)
         job = LoadJob(self._next_job(), NO_EPOCH, request_id, ())
         self._refused.append(job)
         self._refused_loads[job.job_id] = request_id
 
     def _give_up(self, request_id: RequestId, doing: str) -> None:
         """A bug or an unnameable request: compute it without the cache from here on."""
-        self._count("internal_errors", 1)
+        self._tally.add(Count.INTERNAL_ERRORS)
         logger.exception("request %s is computed without the cache from here on (%s failed)", request_id, doing)
         tracked = self._book.get(request_id)
         if tracked is not None:

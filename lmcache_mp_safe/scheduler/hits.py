@@ -15,11 +15,14 @@ from lmcache_mp_safe.contract import SKIP, JobOutcome, LoadJob, ObjectCopy
 from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.identity import PrefixDigests
 from lmcache_mp_safe.ids import NULL_BLOCK, JobId, RequestId, ServerEpoch
+from lmcache_mp_safe.metrics.counts import Count, Miss, Rejection
+from lmcache_mp_safe.metrics.tally import Tally
 from lmcache_mp_safe.scheduler import effects, phases
 from lmcache_mp_safe.scheduler.known import Known
 from lmcache_mp_safe.scheduler.machine import RequestRecord, Rules, step
 from lmcache_mp_safe.scheduler.objects import ModelObjects, ObjectName
 from lmcache_mp_safe.scheduler.phases import Event, Phase
+from lmcache_mp_safe.scheduler.verdicts import verdict
 from lmcache_mp_safe.wire import CallFailed, LookupAnswered, Retrieved, SessionId, Wire, WireEvent
 
 logger = logging.getLogger(__name__)
@@ -100,7 +103,7 @@ class Hits:
         lookup_timeout_s: float,
         hold_s: float,
         next_job: Callable[[], JobId],
-        count: Callable[[str, int], None],
+        tally: Tally,
     ) -> None:
         self._wire = wire
         self._objects = objects
@@ -109,7 +112,7 @@ class Hits:
         self._lookup_timeout_s = lookup_timeout_s
         self._hold_s = hold_s
         self._next_job = next_job
-        self._count = count
+        self._count = tally.add
         self._book: dict[RequestId, Hit] = {}
         self._owners: dict[SessionId, tuple[RequestId, _Role, int]] = {}
         self._loads: dict[JobId, _RunningLoad] = {}
@@ -137,7 +140,7 @@ class Hits:
         elif external_tokens == hit.record.promised_tokens:
             self._apply(hit, phases.Admitted(), now, blocks)
         else:
-            self._count("loads_refused", 1)
+            self._count(Count.LOADS_REFUSED)
             self._apply(hit, phases.AdmittedOtherwise(), now)
 
     def finished(self, hit: Hit, now: float) -> None:
@@ -151,6 +154,11 @@ class Hits:
     @property
     def running_loads(self) -> int:
         return len(self._loads)
+
+    @property
+    def slots_read(self) -> int:
+        """Objects of the server's pool that running loads hold."""
+        return sum(len(load.names) for load in self._loads.values())
 
     # --- what the server answers ------------------------------------------------------------------------------------
 
@@ -208,12 +216,13 @@ class Hits:
             return
         bad = [name for name, slots in self._named_slots(hit) if not self._seals_are_right(name, slots)]
         for name in bad:
-            self._count("seals_rejected", 1)
+            self._count(Rejection.AT_PROMISE)
             self._known.poison(name.digest)
         holding.promised_at = now
-        self._apply(hit, phases.Unusable() if bad else phases.Validated(), now)
+        self._apply(hit, phases.Unusable(Miss.BAD_SEAL) if bad else phases.Validated(), now)
         if not bad:
-            self._count("promised_tokens", hit.record.promised_tokens)
+            self._count(Count.PROMISED_TOKENS, hit.record.promised_tokens)
+            self._count(Count.PROMISED_BYTES, sum(self._objects.payload_bytes(n) for n, _ in self._named_slots(hit)))
 
     def _seals_are_right(self, name: ObjectName, slots: Sequence[int]) -> bool:
         pool = self._wire.pool
@@ -222,13 +231,13 @@ class Hits:
     def _call_failed(self, session: SessionId, now: float) -> None:
         request_id, role, boundary = self._owners[session]
         hit = self._book[request_id]
-        self._count("lookups_failed", 1)
+        self._count(Count.LOOKUPS_FAILED)
         if role is _Role.BOUNDARY and hit.record.phase is Phase.PROBING:
             self._let_go(hit, boundary, now)
             if boundary in hit.record.waiting_for:
                 self._apply(hit, phases.Probed(boundary, exists=False), now)
         else:
-            self._apply(hit, phases.Unusable(), now)
+            self._apply(hit, phases.Unusable(Miss.CALL_FAILED), now)
 
     # --- what the workers report ------------------------------------------------------------------------------------
 
@@ -240,7 +249,7 @@ class Hits:
         load = self._loads.pop(job_id)
         arrived = outcomes == {JobOutcome.DONE}
         for index in bad_objects:
-            self._count("objects_rejected", 1)
+            self._count(Rejection.AT_LOAD)
             self._known.poison(load.names[index].digest)
         if arrived:
             for name in load.names:
@@ -248,7 +257,11 @@ class Hits:
         for session in load.sessions:
             self._wire.done_reading(session, now)
         self._wire.close_in_order(load.sessions, now)
-        self._count("loaded_tokens" if arrived else "loads_failed", load.tokens if arrived else 1)
+        if arrived:
+            self._count(Count.LOADED_TOKENS, load.tokens)
+            self._count(Count.LOADED_BYTES, sum(map(self._objects.payload_bytes, load.names)))
+        else:
+            self._count(Count.LOADS_FAILED)
         hit = self._book.get(load.request_id)
         if hit is not None and hit.record.phase is Phase.LOADING:
             self._apply(hit, phases.Loaded() if arrived else phases.LoadFailed(), now)
@@ -258,6 +271,11 @@ class Hits:
 
     def _apply(self, hit: Hit, event: Event, now: float, blocks: Sequence[Sequence[int]] = ()) -> None:
         outcome = step(hit.record, event, self._rules)
+        told = verdict(hit.record, event, outcome.record)
+        if told.begun:
+            self._count(Count.LOOKUPS)
+        if told.end is not None:
+            self._count(told.end)
         hit.record = outcome.record
         for effect in outcome.effects:
             self._perform(hit, effect, now, blocks)
@@ -278,7 +296,6 @@ class Hits:
                 self._refuse_load(hit)
 
     def _count_chunks(self, hit: Hit, chunks: int, now: float) -> None:
-        self._count("lookups", 1)
         hit.holding = _Holding(started=now)
         session = self._wire.open(hit.digests.chunks(chunks), hit.salt)
         hit.holding.chunks = session
@@ -289,7 +306,7 @@ class Hits:
         if hit.holding is None:
             hit.holding = _Holding(started=now)
         for boundary in boundaries:
-            self._count("probes", 1)
+            self._count(Count.PROBES)
             name = self._objects.boundary(hit.digests, boundary)
             session = self._wire.open(name.pieces, hit.salt)
             hit.holding.boundaries[boundary] = session
@@ -378,8 +395,8 @@ class Hits:
             return
         undecided = hit.record.phase in (Phase.LOOKING_UP, Phase.PROBING, Phase.HOLDING)
         if undecided and now - holding.started > self._lookup_timeout_s:
-            self._count("lookups_late", 1)
-            self._apply(hit, phases.Unusable(), now)
+            self._count(Count.LOOKUPS_LATE)
+            self._apply(hit, phases.Unusable(Miss.LATE), now)
         elif hit.record.phase is Phase.PROMISED and now - holding.promised_at > self._hold_s:
             self._apply(hit, phases.Expired(), now)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from lmcache_mp_safe.announcements import Announcements
+
 
 class BoundedSet:
     """The `capacity` most recently added digests."""
@@ -40,7 +42,8 @@ class Known:
     that it exists, so it is mended in place after the recompute.
     """
 
-    def __init__(self, capacity: int = 1 << 17) -> None:
+    def __init__(self, capacity: int = 1 << 17, announcements: Announcements | None = None) -> None:
+        self.announcements = announcements  # None: nobody wants to know
         self.acknowledged = BoundedSet(capacity)
         self.loaded = BoundedSet(4096)
         self.poisoned = BoundedSet(4096)
@@ -56,6 +59,8 @@ class Known:
         """A lookup did not find it."""
         for marks in (self.acknowledged, self.loaded, self.poisoned):
             marks.discard(digest)
+        if self.announcements is not None:
+            self.announcements.gone([digest])
 
     def poison(self, digest: bytes) -> None:
         self.gone(digest)
@@ -64,3 +69,5 @@ class Known:
     def clear(self) -> None:
         for marks in (self.acknowledged, self.loaded, self.poisoned):
             marks.clear()
+        if self.announcements is not None:
+            self.announcements.clear()

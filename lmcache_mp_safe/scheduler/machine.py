@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.ids import RequestId
+from lmcache_mp_safe.metrics.counts import Miss
 from lmcache_mp_safe.scheduler.effects import CountChunks, Effect, Hold, Load, Probe, RefuseLoad, Release
 from lmcache_mp_safe.scheduler.phases import (
     MOVES,
@@ -70,6 +71,7 @@ class RequestRecord:
         best: deepest boundary object found by the running probes.
         untried: boundaries that may be probed next, in order.
         may_load: False once a load failed; such a request only computes.
+        miss: why nothing is loaded, while the phase is MISSED.
     """
 
     request_id: RequestId
@@ -84,6 +86,7 @@ class RequestRecord:
     best: int = 0
     untried: tuple[int, ...] = ()
     may_load: bool = True
+    miss: Miss | None = None
 
     @property
     def promised_tokens(self) -> int:
@@ -126,7 +129,7 @@ def _decide(record: RequestRecord, event: Event, rules: Rules) -> Outcome:
         case Validated():
             return Outcome(replace(record, phase=Phase.PROMISED))
         case Unusable():
-            return Outcome(replace(record, phase=Phase.MISSED), (Release(),))
+            return Outcome(_missed(record, event.why), (Release(),))
         case Expired():
             return Outcome(_fresh(record, Phase.NEW), (Release(),))
         case Admitted():
@@ -139,10 +142,10 @@ def _decide(record: RequestRecord, event: Event, rules: Rules) -> Outcome:
             return Outcome(replace(record, phase=Phase.COMPUTING))
         case LoadFailed():
             # vLLM frees the blocks and asks again; the answer stays "nothing", also after a preemption.
-            return Outcome(replace(record, phase=Phase.MISSED, may_load=False))
+            return Outcome(replace(_missed(record, Miss.FAILED_BEFORE), may_load=False))
         case EpochEnded():
             held = record.phase in (Phase.LOOKING_UP, Phase.PROBING, Phase.HOLDING, Phase.PROMISED)
-            return Outcome(replace(record, phase=Phase.MISSED) if held else record)
+            return Outcome(_missed(record, Miss.SERVER_LOST) if held else record)
         case Finished():
             return Outcome(replace(record, phase=Phase.ENDED), _releases(record))
     raise LocalError(f"no decision for {type(event).__name__}")
@@ -152,6 +155,10 @@ def _releases(record: RequestRecord) -> tuple[Effect, ...]:
     """What a request that leaves this phase owes. While loading the load job owns the locks, not the request."""
     holds = record.phase in (Phase.LOOKING_UP, Phase.PROBING, Phase.HOLDING, Phase.PROMISED)
     return (Release(),) if holds else ()
+
+
+def _missed(record: RequestRecord, why: Miss) -> RequestRecord:
+    return replace(record, phase=Phase.MISSED, miss=why)
 
 
 def _fresh(record: RequestRecord, phase: Phase) -> RequestRecord:
@@ -167,7 +174,7 @@ def _polled(record: RequestRecord, local_tokens: int, rules: Rules) -> Outcome:
     if record.phase is not Phase.PROMISED:
         return Outcome(record)
     if local_tokens >= record.boundary:
-        return Outcome(replace(record, phase=Phase.MISSED), (Release(),))
+        return Outcome(_missed(record, Miss.NOT_DEEPER), (Release(),))
     if local_tokens // rules.chunk_tokens < record.first_chunk:
         again = _start(record, rules)
         return Outcome(again.record, (Release(), *again.effects))
@@ -176,8 +183,10 @@ def _polled(record: RequestRecord, local_tokens: int, rules: Rules) -> Outcome:
 
 def _start(record: RequestRecord, rules: Rules) -> Outcome:
     record = _fresh(record, Phase.LOOKING_UP)
-    if not record.may_load or record.limit_tokens <= record.local_tokens:
-        return Outcome(replace(record, phase=Phase.MISSED))
+    if not record.may_load:
+        return Outcome(_missed(record, Miss.FAILED_BEFORE))
+    if record.limit_tokens <= record.local_tokens:
+        return Outcome(_missed(record, Miss.NOT_DEEPER))
     chunks = record.limit_tokens // rules.chunk_tokens
     if chunks and rules.has_chunks:
         return Outcome(record, (CountChunks(chunks),))
@@ -239,7 +248,7 @@ def _settle(record: RequestRecord, rules: Rules) -> Outcome:
     without_object = 0 if rules.needs_boundary(whole) or not rules.has_chunks else whole
     boundary = max(record.best, without_object)
     if boundary <= record.local_tokens:
-        return Outcome(replace(record, phase=Phase.MISSED), (Release(),))
+        return Outcome(_missed(record, Miss.ABSENT), (Release(),))
     first_chunk = record.local_tokens // rules.chunk_tokens
     record = replace(record, phase=Phase.HOLDING, boundary=boundary, first_chunk=first_chunk, untried=())
     return Outcome(record, (Hold(first_chunk, boundary),))

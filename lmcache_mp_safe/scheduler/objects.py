@@ -47,6 +47,10 @@ class ModelObjects:
     def _rank_bytes(self, columns: Columns) -> list[int]:
         return [payload_bytes(columns, rank.group_page_bytes) for rank in self.ranks]
 
+    def payload_bytes(self, name: ObjectName) -> int:
+        """Bytes of the pages in an object, all ranks together."""
+        return sum(self._rank_bytes(name.columns))
+
     def chunk(self, digests: PrefixDigests, index: int) -> ObjectName:
         digest = digests.chunk(index)
         return ObjectName(digest, self.geometry.chunk_columns(index), (digest,))

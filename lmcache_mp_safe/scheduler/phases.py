@@ -10,6 +10,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lmcache_mp_safe.metrics.counts import Miss
+
 
 class Phase(enum.Enum):
     NEW = "new"  # nothing asked yet
@@ -57,6 +59,8 @@ class Validated(Event):
 @dataclass(frozen=True)
 class Unusable(Event):
     """The lookup, a slot or a seal failed, was late, or the server is away: a miss."""
+
+    why: Miss
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +23,7 @@ class Source(HashSource, Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def num_computed_tokens(self) -> int: ...
+    def tokens(self, start: int, end: int) -> Sequence[int]: ...
 
 
 def verified_tokens(source: Source) -> int:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 
+from lmcache_mp_safe.announcements import ObjectStored
 from lmcache_mp_safe.contract import SKIP, JobOutcome, ObjectCopy, StoreJob
 from lmcache_mp_safe.geometry.groups import Columns
 from lmcache_mp_safe.identity import PrefixDigests
 from lmcache_mp_safe.ids import JobId, RequestId
+from lmcache_mp_safe.metrics.counts import Count, Setback
+from lmcache_mp_safe.metrics.tally import Tally
 from lmcache_mp_safe.scheduler.certify import BlockPool, Certificate, Pins, certify, still_holds
 from lmcache_mp_safe.scheduler.known import Known
 from lmcache_mp_safe.scheduler.objects import ModelObjects
@@ -58,7 +61,7 @@ class Stores:
         lease_s: float,
         save_decode: bool,
         next_job: Callable[[], JobId],
-        count: Callable[[str, int], None],
+        tally: Tally,
     ) -> None:
         self._wire = wire
         self._objects = objects
@@ -70,7 +73,7 @@ class Stores:
         self._lease_s = lease_s
         self._save_decode = save_decode
         self._next_job = next_job
-        self._count = count
+        self._count = tally.add
         self._runs: dict[SessionId, list[Run]] = {}
         self._jobs: dict[JobId, Run] = {}
         self._questions: dict[SessionId, Question] = {}
@@ -92,6 +95,17 @@ class Stores:
     def copying(self) -> bool:
         """Whether workers hold jobs whose end will give pinned blocks back."""
         return bool(self._jobs)
+
+    @property
+    def jobs(self) -> int:
+        """Jobs that workers have."""
+        return len(self._jobs)
+
+    @property
+    def slots_written(self) -> int:
+        """Objects of the server's pool that are reserved and not yet committed."""
+        waiting = (RunState.RESERVING, RunState.LOCATING)
+        return sum(len(run.items) for run in self._all_runs() if run.state not in waiting)
 
     def _all_runs(self) -> Iterator[Run]:
         for runs in self._runs.values():
@@ -222,13 +236,13 @@ class Stores:
     def _certify(self, source: Source, columns: Columns) -> Certificate | None:
         certificate = certify(self._pool, source, self._geometry, columns)
         if certificate is None:
-            self._count("not_certified", 1)
+            self._count(Setback.NOT_CERTIFIED)
         return certificate
 
     def _try_pin(self, certificate: Certificate) -> bool:
         pinned = self._pins.try_pin(certificate)
         if not pinned:
-            self._count("pin_budget_used_up", 1)
+            self._count(Setback.NO_PINS)
         return pinned
 
     def _open_run(self, prefix: Prefix, items: list[Item], plan_number: int, now: float, *, is_boundary: bool) -> None:
@@ -245,7 +259,7 @@ class Stores:
         if is_repair:
             run.state = RunState.LOCATING
             self._wire.lookup(session, run.span[1], now)
-            self._count("repairs_started", 1)
+            self._count(Count.REPAIRS_STARTED)
         else:
             run.call = self._wire.reserve(session, *run.span, now)
 
@@ -275,12 +289,12 @@ class Stores:
             self._pin_again(run, plan_number, now)
             return []
         if now > run.lease_until:
-            self._count("leases_over", 1)
+            self._count(Setback.LEASE_OVER)
             self._fail(run, now)
             return []
         if not all(still_holds(self._pool, item.certificate) for item in run.items):
             # vLLM would serve another block now. Ids are never swapped inside a job: start again with the new one.
-            self._count("second_look_differs", 1)
+            self._count(Setback.MOVED)
             self._unpin(run.items)
             self._pin_again(run, plan_number, now)
             return []
@@ -308,7 +322,7 @@ class Stores:
             if certificate is None or not self._pins.try_pin(certificate):
                 self._unpin(run.items)
                 if run.prefix.progress.ended or now > run.lease_until:
-                    self._count("slots_abandoned", len(run.items))
+                    self._count(Setback.ABANDONED, len(run.items))
                     self._fail(run, now)
                 return
             item.certificate, item.pinned = certificate, True
@@ -346,7 +360,7 @@ class Stores:
         index = run.jobs.pop(job_id)
         self._unpin([run.items[index]])
         if outcomes != {JobOutcome.DONE}:
-            self._count("store_copies_failed", 1)
+            self._count(Setback.COPY_FAILED)
             run.failed = True
         if run.jobs or run.session not in self._runs:
             return  # other objects are still being copied, or the server is gone
@@ -386,7 +400,7 @@ class Stores:
                 self._close_if_ended(question.run.prefix.progress, now)
             case CallFailed():
                 for run in [r for r in self._runs.get(event.session, ()) if r.call in (None, event.call)]:
-                    self._count("store_calls_failed", 1)
+                    self._count(Setback.CALL_FAILED)
                     self._fail(run, now)
 
     def _run_of(self, session: SessionId, call: CallId) -> Run | None:
@@ -416,7 +430,7 @@ class Stores:
 
     def _ask_about(self, run: Run, items: list[Item], now: float) -> None:
         """No slot: stored already, being written by another, or no room. Only a lookup tells."""
-        self._count("slots_refused", len(items))
+        self._count(Setback.NO_SLOT, len(items))
         if run.is_boundary:
             sequence: Sequence[bytes] = items[0].name.pieces
         else:
@@ -447,7 +461,7 @@ class Stores:
             self._known.gone(digest)
         evicted_from = found * chunk_tokens
         if evicted_from < progress.start_tokens and found not in progress.open:
-            self._count("evicted_chunks_seen", progress.start_tokens // chunk_tokens - found)
+            self._count(Count.EVICTED_CHUNKS_SEEN, progress.start_tokens // chunk_tokens - found)
             progress.num_loaded_tokens = min(progress.num_loaded_tokens, evicted_from)
             progress.num_stored_tokens = min(progress.num_stored_tokens, evicted_from)
             if not progress.ended:
@@ -460,7 +474,7 @@ class Stores:
         if event.accepted:
             self._acknowledge(run, now)
         else:
-            self._count("commits_refused", 1)
+            self._count(Setback.COMMIT_REFUSED)
             self._fail(run, now)
 
     def _located(self, run: Run, found: int, now: float) -> None:
@@ -483,12 +497,33 @@ class Stores:
     def _acknowledge(self, run: Run, now: float) -> None:
         for item in run.items:
             self._acknowledge_item(run, item)
-        self._count("objects_mended" if run.is_repair else "objects_stored", len(run.items))
+        if run.is_repair:
+            self._count(Count.OBJECTS_MENDED, len(run.items))
+        else:
+            self._count(Count.OBJECTS_STORED, len(run.items))
+            self._count(Count.STORED_TOKENS, sum(self._tokens_in(run, item) for item in run.items))
+            self._count(Count.STORED_BYTES, sum(self._objects.payload_bytes(item.name) for item in run.items))
         self._end(run, now)
+
+    def _announcement(self, run: Run, item: Item) -> ObjectStored:
+        chunk_tokens = self._geometry.chunk_tokens
+        end = item.mark if run.is_boundary else (item.mark + 1) * chunk_tokens
+        first = (end - 1) // chunk_tokens  # the chunk in which its last token lies
+        parent = run.prefix.digests.chunk(first - 1) if first else None
+        group = next(index for index, part in enumerate(item.name.columns) if part)
+        return ObjectStored(item.name.digest, parent, run.prefix.source, first * chunk_tokens, end, group)
+
+    def _tokens_in(self, run: Run, item: Item) -> int:
+        """Tokens whose append-only pages the object holds."""
+        if not run.is_boundary:
+            return self._geometry.chunk_tokens
+        return item.mark % self._geometry.chunk_tokens if self._geometry.has_append_only else 0
 
     def _acknowledge_item(self, run: Run, item: Item) -> None:
         progress = run.prefix.progress
         self._known.acknowledge(item.name.digest)
+        if self._known.announcements is not None:
+            self._known.announcements.stored(self._announcement(run, item))
         if run.is_boundary:
             progress.open_boundaries.discard(item.mark)
         else:

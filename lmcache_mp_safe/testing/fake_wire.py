@@ -101,6 +101,10 @@ class FakeWire:
     def unsettled(self) -> bool:
         return bool(self._answers)
 
+    @property
+    def unanswered(self) -> int:
+        return len(self._answers)
+
     def start(self, now: float) -> None:
         self.started = True
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmcache_mp_safe.announcements import Announcements
 from lmcache_mp_safe.config import SafeConfig
 from lmcache_mp_safe.contract import SKIP, JobOutcome, JobReport, LoadJob, RankLayout, StepPlan, StepReport, StoreJob
 from lmcache_mp_safe.geometry.groups import Group, GroupKind, ModelGeometry
@@ -156,6 +157,7 @@ class World:
         self.hold_reports = False
         self.outcome = JobOutcome.DONE
         self.running: list[StoreJob | LoadJob] = []
+        self.announcements = Announcements()
         generations = itertools.count()
         self.half = SchedulerHalf(
             SafeConfig(**{"pin_fraction": 1.0, "save_decode_cache": True, **settings}),
@@ -166,6 +168,7 @@ class World:
             margin_tokens=margin_tokens,
             clock=lambda: self.now,
             random_text=lambda: f"generation-{next(generations)}",
+            announcements=self.announcements,
         )
         self.half.bind_pool(self.pool)
         pages = tuple(100 for _ in groups)
@@ -296,7 +299,14 @@ class World:
         """Nothing is held anywhere."""
         assert self.pool.held == 0, "blocks are still held"
         assert self.half.pinned_blocks == 0
+        self.check_lookups()
         self.wire.check_settled()
+
+    def check_lookups(self, open_lookups: int = 0) -> None:
+        """Every lookup was counted once, and ended as a hit or with exactly one reason."""
+        counted = self.half.counters
+        ended = counted["hits"] + sum(amount for key, amount in counted.items() if key.startswith("miss:"))
+        assert counted["lookups"] == ended + open_lookups, dict(counted)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -11,7 +11,6 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,8 @@ from typing import Any
 from lmcache_mp_safe.contract import PoolSegment
 from lmcache_mp_safe.errors import LocalError, ServerError
 from lmcache_mp_safe.ids import ServerEpoch
+from lmcache_mp_safe.metrics.counts import CallTime, Failure
+from lmcache_mp_safe.metrics.tally import Tally
 from lmcache_mp_safe.wire.calls import Call, Grant, Kind, Link
 from lmcache_mp_safe.wire.config import WireConfig
 from lmcache_mp_safe.wire.connecting import Maker, Target
@@ -53,6 +54,9 @@ _ORPHAN_S = 60.0
 _FIRST_BACKOFF_S = 0.5
 _SUFFIX_INTS = 2
 
+_TIMES = {kind: CallTime[kind.name] for kind in Kind}
+_FAILURES = {kind: Failure[kind.name] for kind in FailureKind}
+
 
 @dataclass(frozen=True)
 class Held:
@@ -67,14 +71,23 @@ class Held:
 class Wire:
     """Calls to one server in one namespace."""
 
-    def __init__(self, config: WireConfig, *, maker: Maker | None = None, process: str | None = None) -> None:
+    def __init__(
+        self,
+        config: WireConfig,
+        *,
+        maker: Maker | None = None,
+        process: str | None = None,
+        tally: Tally | None = None,
+    ) -> None:
         """Nothing goes over the network before `start`.
 
         Args:
             process: text that no other process uses; random by default.
+            tally: takes the times of calls and the failed ones.
         """
         self._config = config
         self._maker = maker or Maker()
+        self._tally = tally if tally is not None else Tally()
         self._process = process or secrets.token_hex(12)
         self._numbers = itertools.count(1)
         self._epochs = itertools.count(config.first_epoch)
@@ -90,7 +103,6 @@ class Wire:
         self._stopped = False
         self.has_tried = False  # an attempt to connect has ended, one way or the other
         self.why_down = "not connected yet"
-        self.failures: Counter[FailureKind] = Counter()  # calls that failed while the server was there
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -117,13 +129,18 @@ class Wire:
         """Whether answers are on their way that polls should take in soon."""
         return self._link is not None and any(not call.told for call in self._link.open.values())
 
+    @property
+    def unanswered(self) -> int:
+        """Calls that wait for an answer, those that timed out included."""
+        return 0 if self._link is None else len(self._link.open)
+
     def held(self) -> Held:
         sessions = [*self._sessions.values(), *self._closing.values()]
         return Held(
             sessions=sum(session.used for session in sessions),
             locks=sum(len(part) for session in sessions for part in session.locked),
             retrieves=sum(session.reading is not None for session in sessions),
-            unanswered=0 if self._link is None else len(self._link.open),
+            unanswered=self.unanswered,
         )
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -231,6 +248,7 @@ class Wire:
         self._debts.append(debts_of(link, [*self._sessions.values(), *self._closing.values()]))
         self._events = [Lost(link.epoch, why)]
         for call in link.open.values():
+            self._count_failure(call, FailureKind.LOST)
             self._tell(call, CallFailed(call.number, call.session, FailureKind.LOST, why))
         self._sessions.clear()
         self._closing.clear()
@@ -424,6 +442,7 @@ class Wire:
     def _fail_at_once(self, session: SessionId) -> CallId:
         call = CallId(next(self._numbers))
         why = self.why_down or "the session is gone, or too many calls are unanswered"
+        self._tally.add(_FAILURES[FailureKind.LOST])
         self._events.append(CallFailed(call, session, FailureKind.LOST, why))
         return call
 
@@ -471,7 +490,7 @@ class Wire:
     def _late(self, link: Link, call: Call, now: float) -> None:
         session = self._session_of(call)
         if not call.told:
-            self.failures[FailureKind.TIMEOUT] += 1
+            self._count_failure(call, FailureKind.TIMEOUT)
             self._tell(call, CallFailed(call.number, call.session, FailureKind.TIMEOUT, f"{call.kind.name} timed out"))
             call.told = link.doubted = True
             link.late += 1
@@ -506,7 +525,7 @@ class Wire:
 
     def _fail(self, link: Link, call: Call, kind: FailureKind, detail: str) -> None:
         """An answer that is no answer. Counted also where nobody waits for it."""
-        self.failures[kind] += 1
+        self._count_failure(call, kind)
         logger.debug("%s: %s", call.kind.name, detail)
         self._finish(link, call, CallFailed(call.number, call.session, kind, detail))
 
@@ -549,6 +568,8 @@ class Wire:
         Raises:
             ServerError: it makes no sense.
         """
+        if not call.inherited:
+            self._tally.observe(_TIMES[call.kind], now - call.sent)
         session = self._session_of(call)
         size, pool = self._config.object_bytes, link.segment.size
         if call.kind in (Kind.RETRIEVE, Kind.RESERVE) and not link.connection.pool.is_alive:
@@ -614,6 +635,11 @@ class Wire:
             session.running.discard(call.number)
             if session.looking_up == call.number:
                 session.looking_up = None
+
+    def _count_failure(self, call: Call, kind: FailureKind) -> None:
+        """Once a call: one that timed out may still get an answer, or be lost."""
+        if not call.told:
+            self._tally.add(_FAILURES[kind])
 
     def _tell(self, call: Call, event: SessionEvent) -> None:
         """Only open sessions have somebody who waits, and nobody is told twice."""

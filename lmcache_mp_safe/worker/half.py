@@ -10,12 +10,14 @@ its report gives blocks and slots back.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock
 
 from lmcache_mp_safe.contract import (
+    SKIP,
     Integrity,
     JobOutcome,
     JobReport,
@@ -28,6 +30,8 @@ from lmcache_mp_safe.contract import (
 from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.geometry.pages import PageLayout
 from lmcache_mp_safe.ids import RequestId, ServerEpoch
+from lmcache_mp_safe.metrics.counts import CopiedBytes, CopyEnd, CopyTime
+from lmcache_mp_safe.metrics.tally import Sample, Tally
 from lmcache_mp_safe.ops.contract import Backend, Fence
 from lmcache_mp_safe.worker.copier import Copier, fail
 from lmcache_mp_safe.worker.copy_thread import CopyQueue, Inline
@@ -35,6 +39,8 @@ from lmcache_mp_safe.worker.jobs import Running
 from lmcache_mp_safe.worker.pool import MappedPool
 
 logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
+
+_ENDS = {outcome: CopyEnd[outcome.name] for outcome in JobOutcome}
 
 _JOBS_AT_ONCE = 8  # what a load, or the seal of an earlier store, may have to wait for
 
@@ -54,6 +60,7 @@ class WorkerHalf:
         rank: global rank; decides which slice of an object is this process's.
         pages: this rank's page layout; its digest is part of every seal.
         queue: where copies are submitted and settled, one after the other.
+        clock: monotonic seconds, for the metrics.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class WorkerHalf:
         integrity: Integrity = Integrity.CHECKSUM,
         queue: CopyQueue | None = None,
         open_pool: Callable[[PoolSegment, Backend], MappedPool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank = rank
         self._pages = pages
@@ -76,6 +84,8 @@ class WorkerHalf:
         self._pool: MappedPool | None = None
         self._old_pools: list[MappedPool] = []
         self._refused_epoch: ServerEpoch | None = None
+        self._clock = clock
+        self._tally = Tally()
         self._running: list[Running] = []
         self._reports: list[JobReport] = []
         self._unusable: list[tuple[int, ServerEpoch, str]] = []
@@ -131,6 +141,10 @@ class WorkerHalf:
         self._reports, self._unusable = [], []
         return report
 
+    def take_sample(self) -> Sample | None:
+        """What is new for the metrics since the last call; None if nothing is."""
+        return self._tally.take({})
+
     @property
     def idle(self) -> bool:
         """Nothing is under way and nothing is left to be told."""
@@ -174,12 +188,15 @@ class WorkerHalf:
     # --- jobs -------------------------------------------------------------------------------------------------------
 
     def _start(self, jobs: Sequence[StoreJob | LoadJob], fence: Fence | None, *, urgent: bool) -> None:
+        if not jobs:
+            return
         pool, lock = self._pool, Lock()
         epoch = None if pool is None else pool.segment.epoch
+        now = self._clock()
         started: list[Running] = []
         for job in jobs:
             if pool is not None and job.epoch == epoch:
-                started.append(Running(job, pool, lock))
+                started.append(Running(job, pool, lock, now))
             else:
                 why = "the job's pool is not the one in use"
                 self._end(job, JobReport(job.job_id, self._rank, JobOutcome.STALE_EPOCH, why))
@@ -214,10 +231,24 @@ class WorkerHalf:
             self._settling = None
         for running in self._running:
             if running.report is not None:
+                self._note_time(running.job, running.report, running.started)
                 self._end(running.job, running.report)
         self._running = [running for running in self._running if running.report is None]
 
+    def _note_time(self, job: StoreJob | LoadJob, report: JobReport, started: float) -> None:
+        stores = isinstance(job, StoreJob)
+        self._tally.observe(CopyTime.STORE if stores else CopyTime.LOAD, self._clock() - started)
+        if report.outcome is JobOutcome.DONE:
+            objects = (job.object,) if isinstance(job, StoreJob) else job.objects
+            copied = sum(self._copied_bytes(copy.blocks) for copy in objects)
+            self._tally.add(CopiedBytes.STORE if stores else CopiedBytes.LOAD, copied)
+
+    def _copied_bytes(self, blocks: Sequence[Sequence[int]]) -> int:
+        pages = self._pages.group_page_bytes
+        return sum((len(ids) - ids.count(SKIP)) * page for ids, page in zip(blocks, pages, strict=True))
+
     def _end(self, job: StoreJob | LoadJob, report: JobReport) -> None:
+        self._tally.add(_ENDS[report.outcome])
         self._reports.append(report)
         if isinstance(job, LoadJob):
             self._received.add(job.request_id)

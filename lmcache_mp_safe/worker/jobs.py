@@ -34,6 +34,7 @@ class Running:
         pool: stays mapped while this job runs.
         copies: those that were queued. A job that failed half-way is over only when they are.
         lock: one for all jobs of a plan; the copy thread holds it while it submits one of them.
+        started: when its plan arrived.
         submitted: nothing will be added to `copies`. Changes once, under the lock.
         failure: why the job will end as failed, once it is over.
         bad_seals: indices of a load's objects whose slot does not hold what was promised.
@@ -43,6 +44,7 @@ class Running:
     job: StoreJob | LoadJob
     pool: MappedPool
     lock: Lock
+    started: float = 0.0
     copies: list[Copy] = field(default_factory=list)
     submitted: bool = False
     failure: str | None = None

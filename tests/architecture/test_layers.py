@@ -19,6 +19,8 @@ LAYERS = {
     "geometry": 1,
     "config": 2,
     "identity": 1,
+    "announcements": 1,
+    "metrics": 1,
     "wire": 3,
     "ops": 3,
     "scheduler": 4,
@@ -94,6 +96,7 @@ def test_the_check_on_imports_can_fail() -> None:
 BANNED = {
     "scheduler": {"time", "zmq", "torch", "threading", "socket", "random", "vllm", "lmcache", "asyncio"},
     "geometry": {"time", "zmq", "threading", "socket", "random", "vllm", "lmcache"},
+    "metrics": {"time", "threading", "random", "vllm", "lmcache", "torch"},
     "identity": {"time", "random", "vllm", "lmcache", "torch"},
     "wire": {"vllm"},
     "worker": {"lmcache", "zmq", "vllm"},

@@ -8,6 +8,7 @@ import pytest
 
 from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.ids import RequestId
+from lmcache_mp_safe.metrics.counts import Miss
 from lmcache_mp_safe.scheduler import phases
 from lmcache_mp_safe.scheduler.effects import CountChunks, Hold, Load, Probe, RefuseLoad, Release
 from lmcache_mp_safe.scheduler.machine import PROBE_WAVE, RequestRecord, Rules, step
@@ -24,7 +25,7 @@ EVENTS: list[Event] = [
     phases.ChunksCounted(1),
     phases.Probed(300, exists=True),
     phases.Validated(),
-    phases.Unusable(),
+    phases.Unusable(Miss.LATE),
     phases.Admitted(),
     phases.AdmittedWithoutLoad(),
     phases.AdmittedOtherwise(),

@@ -230,7 +230,7 @@ def failed(bench: Bench) -> None:
     event = bench.one()
     assert isinstance(event, CallFailed), event
     assert event.kind in (FailureKind.MALFORMED, FailureKind.REFUSED)
-    assert bench.wire.failures[event.kind] == 1
+    assert bench.wire._tally.totals[f"call_failed:{event.kind.value}"] == 1
 
 
 # --- slots in use ---------------------------------------------------------------------------------------------------

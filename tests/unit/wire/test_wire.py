@@ -6,12 +6,14 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.ids import ServerEpoch
+from lmcache_mp_safe.metrics.tally import Sample
 from lmcache_mp_safe.testing.fake_client import FakeAnswer, FakeCall, FakeClient, FakeMaker, ServerModel, slots
 from lmcache_mp_safe.wire import (
     CallFailed,
@@ -711,3 +713,44 @@ def test_the_server_model_notices_a_lock_that_is_left() -> None:
     model.locks["s", 0] = 1
     with pytest.raises(AssertionError, match="locks left"):
         model.check_settled()
+
+
+# --- what is counted ------------------------------------------------------------------------------------------------
+
+
+def sample_of(bench: Bench) -> Sample:
+    return bench.wire._tally.take({}) or Sample()
+
+
+def test_times_of_calls_run_from_their_sending_to_the_poll_that_found_the_answer(bench: Bench) -> None:
+    session = bench.wire.open(DIGESTS)
+    bench.wire.lookup(session, 6, bench.now)
+    bench.answer("lookup", None)
+    bench.now += 0.25
+    bench.answer("status", 4)
+    bench.wire.retrieve(session, 1, 3, bench.now)
+    bench.now += 0.5
+    bench.answer("retrieve", slots([OBJECT, 2 * OBJECT], OBJECT))
+    assert sample_of(bench) == Sample(times={"call:lookup": [0.25], "call:retrieve": [0.5]})
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_every_failed_call_is_counted_once_by_its_kind(bench: Bench, kind: FailureKind) -> None:
+    session = bench.wire.open(DIGESTS)
+    bench.wire.reserve(session, 0, 2, bench.now)
+    call = bench.client.waiting("reserve")
+    match kind:
+        case FailureKind.TIMEOUT:
+            bench.after(CONFIG.call_timeout_s + 1)
+            bench.after(1)
+        case FailureKind.LOST:
+            bench.wire._lose("gone", bench.now)
+        case FailureKind.MALFORMED:
+            call.answer(SimpleNamespace(context="nonsense"))
+            bench.poll()
+        case FailureKind.REFUSED:
+            call.answer(RuntimeError("no"))
+            bench.poll()
+    failed = [event for event in bench.events if isinstance(event, CallFailed)]
+    assert [event.kind for event in failed] in ([kind], [])
+    assert sample_of(bench).sums == {f"call_failed:{kind.value}": 1}

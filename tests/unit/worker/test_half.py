@@ -30,6 +30,7 @@ from lmcache_mp_safe.geometry.payload import ObjectLayout, Slice
 from lmcache_mp_safe.geometry.seal import decode_seal
 from lmcache_mp_safe.geometry.spans import Spans
 from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
+from lmcache_mp_safe.metrics.tally import Sample
 from lmcache_mp_safe.ops.contract import Backend, Bytes, SlotMemory
 from lmcache_mp_safe.ops.reference import InlineFence, PlainMemory, ReferenceBackend
 from lmcache_mp_safe.testing.pools import pool_file, random_buffer, simple_pages
@@ -704,3 +705,24 @@ def test_threads_take_shorter_turns_only_while_there_is_something_to_copy() -> N
     assert sys.getswitchinterval() == usual
     assert seen[0] < usual
     queue.shutdown()
+
+
+# --- what is counted ------------------------------------------------------------------------------------------------
+
+
+def test_copies_are_counted_by_outcome_with_their_bytes_and_times(segment: PoolSegment) -> None:
+    ticks = itertools.count()
+    rank = Rank(clock=lambda: float(next(ticks)))  # every look at the clock is a second later
+    store(rank, segment, CHUNK, [0])
+    load(rank, segment, ((5, SKIP), ()), [0])
+    spoil(segment, 100)
+    load(rank, segment, ((5, 6), ()), [0])
+    store(rank, segment, CHUNK, [0], epoch=7)
+    page = sum(GROUPS[0])
+    assert rank.half.take_sample() == Sample(
+        sums={
+            "job:done": 2, "copied:store": 2 * page, "copied:load": page, "job:bad_checksum": 1, "job:stale_epoch": 1,
+        },
+        times={"copy:store": [1.0], "copy:load": [1.0, 1.0]},
+    )  # fmt: skip
+    assert rank.half.take_sample() is None
