@@ -29,7 +29,18 @@ SERVER_COMMAND = (
 # Keys of the stock connector that have no meaning here, and why.
 _STOCK_ONLY = {
     "autostart": "start the server yourself with `lmcache server`",
+    "autostart.server_args": "start the server yourself with `lmcache server`",
+    "autostart.wait_timeout": "lmcache.mp.safe.connect_timeout_s is how long the start waits for the server",
+    "hash_algorithm": "objects are named by this connector, not by the server's hash of the user's tokens",
+    "isolated_ipc": "this connector uses no CUDA IPC; server and vLLM share /dev/shm",
+    "use_vmm_api": "this connector uses no CUDA IPC",
     "lazy_offload": "stores are always asynchronous here",
+    "lazy_offload_policy": "stores are always asynchronous here",
+    "lazy_offload_threshold": "stores are always asynchronous here",
+    "lazy_offload_select_count": "stores are always asynchronous here",
+    "lazy_offload_horizon_steps": "stores are always asynchronous here",
+    "lazy_offload_max_drain_per_step": "stores are always asynchronous here",
+    "lazy_offload_max_deferral_seconds": "stores are always asynchronous here",
     "mp_transfer_mode": "this connector always uses engine-driven transfer over shared memory",
     "transfer_intermediate_tensors": "it is not supported",
     "nonblocking_lookup_status": "lookups never block here",

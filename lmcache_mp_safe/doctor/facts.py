@@ -67,6 +67,7 @@ class Model(msgspec.Struct, frozen=True):
     Attributes:
         block_tokens, chunk_tokens: as the connector would use them; 0 if it refuses the model.
         object_bytes: size of one object on the server, all ranks together; 0 likewise.
+        objects_per_chunk: objects that a chunk of tokens takes at most: its pages, and the state at every boundary.
         refusal: why the connector refuses the model or the engine's settings.
     """
 
@@ -74,6 +75,7 @@ class Model(msgspec.Struct, frozen=True):
     block_tokens: int = 0
     chunk_tokens: int = 0
     object_bytes: int = 0
+    objects_per_chunk: int = 0
     refusal: str = ""
 
     @property

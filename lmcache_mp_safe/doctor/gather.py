@@ -47,9 +47,9 @@ class Options:
 def gather(options: Options) -> Facts:
     """Look at everything. Takes as long as importing vLLM and LMCache, and no longer than the deadlines."""
     software = _software()
-    probe = _host(options) if software.vllm else Probe()
+    probe = look_at_host(options) if software.vllm else Probe()
     url = options.server_url or _configured_url(probe)
-    server = _server(url, options) if url and software.lmcache else None
+    server = look_at_server(url, options) if url and software.lmcache else None
     return Facts(software, _machine(), probe, server, options.arguments)
 
 
@@ -88,7 +88,7 @@ def _configured_url(probe: Probe) -> str | None:
         return None
 
 
-def _host(options: Options) -> Probe:
+def look_at_host(options: Options) -> Probe:
     """What the child found before it ended, or its time was over."""
     found, why = _child("host_probe", Probe, options.arguments, options.deadline_s)
     if found is None:
@@ -97,10 +97,11 @@ def _host(options: Options) -> Probe:
     return msgspec.structs.replace(found, failure=why) if why else found
 
 
-def _server(url: str, options: Options) -> Server:
+def look_at_server(url: str, options: Options) -> Server:
+    """Takes a dozen steps at most."""
     http_url = (options.http_url or f"http://{urlsplit(url).hostname}:{_HTTP_PORT}").rstrip("/")
     arguments = (url, http_url, str(options.step_s))
-    # A dozen steps, and the imports before them.
+    # The imports come before the steps.
     found, why = _child("server_probe", Server, arguments, 12 * options.step_s + 120)
     return found or Server(url, http_url, None, None, why, None, "")
 

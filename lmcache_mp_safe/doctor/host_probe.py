@@ -230,8 +230,16 @@ def look_at_model(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> fa
         return facts.Model(groups, refusal=str(error))
     # Pipeline stages share the layers of a group among them, tensor ranks share its heads.
     ranks = [RankLayout(rank, pages, b"") for rank in range(int(vllm_config.parallel_config.tensor_parallel_size))]
-    layout = ModelObjects(geometry, ranks).layout
-    return facts.Model(groups, geometry.block_tokens, geometry.chunk_tokens, layout.object_bytes)
+    objects = ModelObjects(geometry, ranks)
+    boundaries = geometry.chunk_tokens // geometry.block_tokens if geometry.is_recurrent else 1
+    pieces = objects.pieces_at(geometry.chunk_tokens) if geometry.has_boundary_groups else 0
+    return facts.Model(
+        groups,
+        geometry.block_tokens,
+        geometry.chunk_tokens,
+        objects.layout.object_bytes,
+        objects_per_chunk=int(geometry.has_append_only) + boundaries * pieces,
+    )
 
 
 def _group(group: Any, page_bytes: int) -> facts.Group:

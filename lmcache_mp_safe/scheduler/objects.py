@@ -51,6 +51,10 @@ class ModelObjects:
         """Bytes of the pages in an object, all ranks together."""
         return sum(self._rank_bytes(name.columns))
 
+    def pieces_at(self, boundary: int) -> int:
+        """Server objects that the boundary object for `boundary` takes."""
+        return self.layout.pieces(self._rank_bytes(self.geometry.boundary_columns(boundary)))
+
     def chunk(self, digests: PrefixDigests, index: int) -> ObjectName:
         digest = digests.chunk(index)
         return ObjectName(digest, self.geometry.chunk_columns(index), (digest,))

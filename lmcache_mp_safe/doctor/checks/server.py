@@ -122,10 +122,11 @@ def _pool(server: Server, *, stock: bool) -> Iterator[Finding]:
 
 
 def _room(pool_bytes: int, model: Model) -> Finding:
-    chunks = int(pool_bytes * _EVICTS_AT) // model.object_bytes
-    # A recurrent model keeps a boundary object beside each chunk.
-    chunks = chunks // 2 if model.is_recurrent else chunks
-    text = f"the pool holds about {chunks * model.chunk_tokens:,} tokens of this model before it evicts"
+    chunks = int(pool_bytes * _EVICTS_AT) // (model.object_bytes * model.objects_per_chunk)
+    text = (
+        f"the pool holds {chunks * model.chunk_tokens:,} tokens of this model or more before it evicts"
+        f" ({model.chunk_tokens} tokens take {model.objects_per_chunk} object(s) at most)"
+    )
     if chunks < 2:
         return problem("pool-too-small", text, "raise the server's --l1-size-gb (docs/deploy.md has the arithmetic)")
     return ok("pool-tokens", text)

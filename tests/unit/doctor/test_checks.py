@@ -38,8 +38,9 @@ HYBRID = Model(
     block_tokens=640,
     chunk_tokens=640,
     object_bytes=1 << 20,
+    objects_per_chunk=4,
 )
-ATTENTION = Model((Group("FullAttentionSpec", "append-only", 16, 0, 4, 1 << 16),), 16, 256, 1 << 20)
+ATTENTION = Model((Group("FullAttentionSpec", "append-only", 16, 0, 4, 1 << 16),), 16, 256, 1 << 20, 1)
 
 CONFIG = ServerConfig("0.5.6", "auto", "lmcache", False, True, 640, 1, 1 << 30, 0)
 
@@ -110,6 +111,12 @@ def test_groups_chunk_and_speculation_are_on_the_page() -> None:
     assert "hits end one block (640 tokens) earlier" in text
 
 
+def test_room_counts_what_a_chunk_takes_with_its_states() -> None:
+    """80 % of 1 GiB are 819 objects of 1 MiB: 204 chunks of 4 objects."""
+    (room,) = [finding for finding in diagnose(RIGHT)["server"] if finding.name == "pool-tokens"]
+    assert f"{204 * 640:,} tokens" in room.text
+
+
 @pytest.mark.parametrize(
     ("parts", "name", "level", "words"),
     [
@@ -133,7 +140,7 @@ def test_groups_chunk_and_speculation_are_on_the_page() -> None:
         ({"server": {"config": None, "config_error": "refused"}}, "server-http", Level.WARNING, "refused"),
         ({"server": None}, "server-unknown", Level.WARNING, "no single server"),
         ({"engine": {"data_ranks": 4}}, "server-workers", Level.WARNING, "4 engines wait for 1 worker"),
-        ({"server": {"pool": Pool("p", 1 << 20)}}, "pool-too-small", Level.PROBLEM, "about 0 tokens"),
+        ({"server": {"pool": Pool("p", 1 << 20)}}, "pool-too-small", Level.PROBLEM, "holds 0 tokens"),
         ({"server": {"pool": None, "refusal": "wrong /dev/shm"}}, "pool-unusable", Level.PROBLEM, "wrong /dev/shm"),
         ({"copies": Copies("", "", error="none fits")}, "no-backend", Level.PROBLEM, "none fits"),
         ({"copies": Copies("csrc", "w", "", False, "limit")}, "pinning-refused", Level.WARNING, "limit"),
