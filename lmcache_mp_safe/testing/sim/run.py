@@ -74,11 +74,12 @@ def is_mapped(segment: str) -> bool:
 
 
 def _counts(made: World) -> Counter[str]:
-    counts = Counter(made.counts)
+    counts: Counter[str] = Counter()
+    if made.half is not None:
+        counts.update({name: int(amount) for name, amount in made.half.counters.items() if name not in made.counts})
+    counts.update(made.counts)
     counts.update(made.jobs.counts)
     counts.update({f"fault: {name}": count for name, count in made.network.counts.items()})
-    if made.half is not None:
-        counts.update(made.half.counters)
     return counts
 
 
