@@ -80,8 +80,12 @@ class Engine:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def arrive(self, name: str, tokens: list[int], max_tokens: int, salt: str) -> bool:
-        """Add a request; False if vLLM still has one of that name."""
-        if name in self.scheduler.requests:
+        """Add a request; False if vLLM still has one of that name, or a step of it under way.
+
+        vLLM itself cannot tell the two apart then, and makes its own ids unique by a random part.
+        """
+        under_way = any(name in output.num_scheduled_tokens for output, _, _ in self._under_way)
+        if under_way or name in self.scheduler.requests or name in self.scheduler.finished_req_ids:
             return False
         request = Request(
             name,
