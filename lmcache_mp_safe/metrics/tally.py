@@ -52,21 +52,20 @@ class Tally:
         self._levels: Mapping[str, float] = {}
 
     def add(self, key: StrEnum, amount: float = 1) -> None:
-        self.totals[key.value] += amount
-        self._sums[key.value] += amount
+        self.totals[key] += amount
+        self._sums[key] += amount
 
     def observe(self, key: StrEnum, seconds: float) -> None:
-        self._times.setdefault(key.value, []).append(seconds)
+        self._times.setdefault(key, []).append(seconds)
 
-    def take(self, levels: Mapping[StrEnum, float]) -> Sample | None:
+    def take(self, levels: Mapping[str, float]) -> Sample | None:
         """What is new; None if nothing is.
 
         Args:
             levels: what is so now.
         """
-        now = {key.value: value for key, value in levels.items()}
-        if not self._sums and not self._times and now == self._levels:
+        if not self._sums and not self._times and levels == self._levels:
             return None
-        sample = Sample(self._sums, self._times, now)
-        self._sums, self._times, self._levels = Totals(), {}, now
+        sample = Sample(self._sums, self._times, levels)
+        self._sums, self._times, self._levels = Totals(), {}, levels
         return sample

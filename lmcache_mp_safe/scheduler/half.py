@@ -10,7 +10,6 @@ import itertools
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Protocol
 
 import msgspec
@@ -437,7 +436,7 @@ class SchedulerHalf:
         """What is stored and what is gone since the last call."""
         return [] if self._announcements is None else self._announcements.take()
 
-    def _levels(self, live: _Attachment) -> dict[StrEnum, float]:
+    def _levels(self, live: _Attachment) -> dict[str, float]:
         attachments = list(self._attachments())
         return {
             Level.PINNED_BLOCKS: self.pinned_blocks,
