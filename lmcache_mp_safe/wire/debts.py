@@ -1,6 +1,7 @@
 """What a connection that was given up still owes its server.
 
-A server that died is owed nothing. One that only stood still goes on with what it was sent: its lookups take locks, and
+A server that died is owed nothing, but what was sent before that was noticed may have reached the one that took its
+place. One that only stood still goes on with what it was sent: its lookups take locks, and
 a lookup whose status nobody asks for stays in it for ever. When the next connection leads to the same server, which its
 pool tells, the debts are settled there.
 """

@@ -258,12 +258,18 @@ class Wire:
 
     def _inherit(self, link: Link, now: float) -> None:
         """Close what earlier connections left open on this very server. What does not fit into the queue is left to
-        the server's lock time."""
+        the server's lock time.
+
+        Of a server that is gone only the lookups: what was sent before that was noticed may have reached this one.
+        """
         debts, self._debts = self._debts, []
         for debt in debts:
-            if debt.inode != link.segment.inode:
-                continue  # that server is gone
+            same = debt.inode == link.segment.inode
             for session in debt.sessions:
+                if not same:
+                    session.locked, session.reading = [], None
+                    if session.number not in debt.lookups:
+                        continue
                 lookup = debt.lookups.get(session.number)
                 self._closing[session.number] = session
                 if lookup is not None and link.has_room(1, self._config.max_unanswered_calls):

@@ -485,6 +485,25 @@ def test_an_unlinked_segment_ends_the_epoch_within_one_interval(bench: Bench, se
     assert bench.client.calls == sent
 
 
+def test_lookup_that_reached_the_server_after_a_restart_is_asked_about_and_ended(bench: Bench, segment: Path) -> None:
+    """The socket reconnects by itself: the new server has carried it out before its pool is seen to be another one."""
+    session = bench.wire.open(DIGESTS)
+    bench.wire.lookup(session, 6, bench.now)
+    name = bench.client.waiting("lookup").arguments[0].request_id
+    segment.unlink()
+    segment.touch(mode=0o600)
+    os.truncate(segment, POOL)
+    bench.after(CONFIG.heartbeat_s)
+    bench.after(1.0)
+    bench.after(1.0)
+    assert bench.client.waiting("status").arguments == (name,)
+    bench.answer("status", 4)
+    assert spans(bench.client.sent("free")) == [(0, 6)]  # the server frees no more than it noted
+    bench.settle()
+    assert bench.client.sent("end")[-1].arguments == (name,)
+    assert not bench.client.sent("done")
+
+
 def test_a_replaced_segment_ends_the_epoch_and_the_next_one_names_the_new_inode(bench: Bench, segment: Path) -> None:
     old = bench.wire.segment
     replacement = segment.with_name(segment.name + "_new")
