@@ -82,6 +82,8 @@ class Tracked:
     Attributes:
         answered: vLLM has a final answer and has not admitted the request yet.
         declined: this lookup was answered without asking anybody, and counted.
+        asked: vLLM has asked since the last admission.
+        local_tokens: its own hit when it asked last.
     """
 
     source: RequestSource
@@ -91,6 +93,8 @@ class Tracked:
     bypassed: bool = False
     answered: bool = False
     declined: bool = False
+    asked: bool = False
+    local_tokens: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)
 
 
@@ -294,6 +298,7 @@ class SchedulerHalf:
         if self._live is None or not self._role.may_load:
             return 0
         tracked = self._track(source)
+        tracked.asked, tracked.local_tokens = True, local_tokens
         before = tracked.hit.record
         why = self._why_not(tracked)
         if why is not None:
@@ -332,8 +337,9 @@ class SchedulerHalf:
                     self._refuse(source.request_id)
                 return
             tracked = self._track(source)
-            tracked.answered = tracked.declined = False
-            tracked.cached = CachedTokens(tracked.hit.record.local_tokens)
+            if tracked.asked:  # vLLM calls again when a load has arrived
+                tracked.cached = CachedTokens(tracked.local_tokens)
+            tracked.answered = tracked.declined = tracked.asked = False
             self._live.hits.admitted(tracked.hit, external_tokens, blocks, self._clock())
         except Exception:
             self._give_up(source.request_id, "allocation")

@@ -232,6 +232,12 @@ def test_cached_tokens_of_a_request_are_those_of_its_last_admission() -> None:
     assert world.half.cached_tokens(asked.request_id) == CachedTokens(BLOCK, 0), "nothing has arrived yet"
     world.plan()
     assert world.half.cached_tokens(asked.request_id) == CachedTokens(BLOCK, LENGTH)
+    world.admit(asked, 0)  # vLLM says so again, now that the load is there
+    assert world.half.cached_tokens(asked.request_id) == CachedTokens(BLOCK, LENGTH)
+    world.wire.up = False
+    world.matched(asked, 2 * BLOCK)  # preempted
+    world.admit(asked, 0)
+    assert world.half.cached_tokens(asked.request_id) == CachedTokens(2 * BLOCK, 0)
 
 
 def test_a_load_that_failed_brought_no_tokens() -> None:
