@@ -142,21 +142,24 @@ def _prove(client: Any, target: Target, pool: PoolView, server_chunk: int) -> No
         return _answer(future, target.step_s, "the LMCache server stopped answering while its pool was checked")
 
     ask(client.register_kv_cache_engine_driven_context(registration(instance, namespace, _PROBE_BYTES)))
-    if not ask(client.commit_store(key, instance, pickle.dumps([tensor]))):
-        raise ServerError("the LMCache server could not store a probe; is its pool full?", scope=Scope.SERVER)
-    ask(client.lookup(key, 1))
-    if found_objects(ask(client.wait_prefetch_status(session, target.step_s / 2)), 1) != 1:
-        # It says that it stored also when it had no room.
-        raise ServerError(
-            "the LMCache server does not find what it just stored: its pool is full, or all of it is locked",
-            scope=Scope.SERVER,
-        )
-    answer = ask(client.prepare_retrieve(key, instance))
-    (offset,) = retrieved_offsets(answer.context if answer.success else {}, 1, _PROBE_BYTES, pool.size)
-    same = pool.read(offset, _PROBE_BYTES) == nonce
-    ask(client.commit_retrieve(key, instance))
-    ask(client.end_session(session))
-    ask(client.unregister_kv_cache_engine_driven_context(instance))
+    try:
+        if not ask(client.commit_store(key, instance, pickle.dumps([tensor]))):
+            raise ServerError("the LMCache server could not store a probe; is its pool full?", scope=Scope.SERVER)
+        ask(client.lookup(key, 1))
+        if found_objects(ask(client.wait_prefetch_status(session, target.step_s / 2)), 1) != 1:
+            # It says that it stored also when it had no room.
+            raise ServerError(
+                "the LMCache server does not find what it just stored: its pool is full, or all of it is locked",
+                scope=Scope.SERVER,
+            )
+        answer = ask(client.prepare_retrieve(key, instance))
+        (offset,) = retrieved_offsets(answer.context if answer.success else {}, 1, _PROBE_BYTES, pool.size)
+        same = pool.read(offset, _PROBE_BYTES) == nonce
+        ask(client.commit_retrieve(key, instance))
+    finally:  # a server that is full is asked again and again: nothing of a proof may stay in it
+        ended = [client.end_session(session), client.unregister_kv_cache_engine_driven_context(instance)]
+    for future in ended:
+        ask(future)
     if not same:
         raise ServerError(
             f"{pool.path} is not the pool of the LMCache server at {target.url}: another server uses the same"
