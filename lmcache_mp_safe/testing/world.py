@@ -46,11 +46,12 @@ class FakePool:
         self.blocks = [FakeBlock(number) for number in range(total_blocks)]
         self.blocks[0].is_null = True
         self.free = self.blocks[1:]
-        self.cached: dict[tuple[Any, int], FakeBlock] = {}
+        self.cached: dict[tuple[Any, int], list[FakeBlock]] = {}  # the first is the one that is found
         self.reuses_at_once = False
 
     def find(self, block_hash: Any, group: int) -> FakeBlock | None:
-        return self.cached.get((block_hash, group))
+        blocks = self.cached.get((block_hash, group))
+        return blocks[0] if blocks else None
 
     def find_all(self, block_hashes: Sequence[Any], group: int) -> list[FakeBlock] | None:
         blocks = [block for block_hash in block_hashes if (block := self.find(block_hash, group)) is not None]
@@ -63,11 +64,15 @@ class FakePool:
             block.ref_cnt += 1
 
     def unpin(self, blocks: Sequence[FakeBlock]) -> None:
-        for block in blocks:
+        """The last block is handed out before the first, and what has no hash before everything else."""
+        freed = []
+        for block in reversed(blocks):
             assert block.ref_cnt > 0, "unpinned more often than pinned"
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
-                self.free.append(block)
+                freed.append(block)
+        self.free[:0] = [block for block in freed if block.block_hash is None]
+        self.free += [block for block in freed if block.block_hash is not None]
 
     def take(self) -> FakeBlock:
         block = self.free.pop(-1 if self.reuses_at_once else 0)
@@ -77,11 +82,11 @@ class FakePool:
 
     def cache(self, block: FakeBlock, block_hash: Any, group: int) -> None:
         block.block_hash = (block_hash, group)
-        self.cached.setdefault((block_hash, group), block)
+        self.cached.setdefault(block.block_hash, []).append(block)
 
     def uncache(self, block: FakeBlock) -> None:
-        if block.block_hash is not None and self.cached.get(block.block_hash) is block:
-            del self.cached[block.block_hash]
+        if block.block_hash is not None:
+            self.cached[block.block_hash].remove(block)
         block.block_hash = None
 
     @property

@@ -22,6 +22,13 @@ class RealServers:
     def __init__(self) -> None:
         self.subjects = {flavour: RealSubject(flavour) for flavour in Flavour}
         self._begun: dict[str, tuple[Iterator[float], float]] = {}
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
         for subject in self.subjects.values():
             subject.launch()
         for subject in self.subjects.values():

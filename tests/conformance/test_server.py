@@ -31,6 +31,7 @@ def test_fake(one: Behaviour) -> None:
 
 
 @pytest.mark.server
+@pytest.mark.timeout(600)  # the first one starts four servers
 @pytest.mark.parametrize(
     "one",
     sorted(SERVER_BEHAVIOURS, key=lambda one: one.flavour is Flavour.PATIENT),  # those wait longest, and come last

@@ -76,7 +76,12 @@ class RealSubject:
 
     def __init__(self, flavour: Flavour) -> None:
         self._flavour = flavour
-        self.server = LMCacheServer(l1_size_gb=POOL_BYTES / 2**30, flags=SHARED_MEMORY_FLAGS, extra=_flags(flavour))
+        self.server = LMCacheServer(
+            l1_size_gb=POOL_BYTES / 2**30,
+            flags=SHARED_MEMORY_FLAGS,
+            extra=_flags(flavour),
+            start_timeout_s=300.0,  # all flavours start at once
+        )
         self._clients: list[OwnClient] = []
 
     def launch(self) -> None:
