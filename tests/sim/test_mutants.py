@@ -25,6 +25,11 @@ CAUGHT_BY = {
     "no_boundary_object": "wrong tag",
     "one_column_off": "wrong tag",
     "end_is_not_told": "exception",
+    "loads_not_planned": "hang",
+    "no_end_of_reading": "leak",
+    "closing_does_nothing": "leak",
+    "reports_are_lost": "hang",
+    "preemption_is_not_told": "hang",
 }
 
 

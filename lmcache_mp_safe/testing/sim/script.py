@@ -33,7 +33,9 @@ class Script:
         self._settings = settings
         self._random = Random(f"script {settings.seed}")
         self._names = 0
-        self._longest = min(200, (settings.blocks - 16) * BLOCK)  # what vLLM can admit at all
+        # What vLLM can admit at all. It counts a window of the whole prompt while steps are under way.
+        blocks = settings.blocks // 2 - 2 if settings.shape == "window" else settings.blocks - 16
+        self._longest = min(200, blocks * BLOCK)
         self._free_names: list[str] = []
         self._live: list[str] = []
         self._prompts: list[tuple[str, int, str]] = []
