@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from lmcache_mp_safe.bench.runner import WrongBytesError
-from lmcache_mp_safe.contract import ObjectCopy, PoolSegment
+from lmcache_mp_safe.contract import SHARED_MEMORY, ObjectCopy, PoolSegment
 from lmcache_mp_safe.geometry.checksum import PayloadChecksum
 from lmcache_mp_safe.geometry.payload import ObjectLayout
 from lmcache_mp_safe.geometry.spans import Spans, spans
@@ -31,7 +31,7 @@ from lmcache_mp_safe.ops.streamed import StreamedBackend, _Store
 from lmcache_mp_safe.testing.pools import pool_file, simple_pages
 from lmcache_mp_safe.worker.copy_thread import CopyThread
 from lmcache_mp_safe.worker.half import WorkerHalf
-from lmcache_mp_safe.worker.pool import SHARED_MEMORY, MappedPool
+from lmcache_mp_safe.worker.pool import MappedPool
 
 DIRECT_ALWAYS, DIRECT_NEVER = 1, 1 << 40
 DEVICES = ("csrc", "cupy", "csrc loop")

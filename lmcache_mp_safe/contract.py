@@ -7,10 +7,13 @@ some later one. Workers never talk to the LMCache server; everything they need a
 from __future__ import annotations
 
 import enum
+from pathlib import Path
 
 import msgspec
 
 from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
+
+SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps POSIX shared memory
 
 # In `ObjectCopy.blocks` of a load: this page of the object is not wanted (it is in the prefix cache already). Its bytes
 # still count for the checksum; they are read from the slot.

@@ -284,8 +284,8 @@ def _pinning_error(device: Any) -> str:
     """Page-lock a little of /dev/shm as the server's pool would be; the reason if it is refused."""
     import numpy as np
 
+    from lmcache_mp_safe.contract import SHARED_MEMORY
     from lmcache_mp_safe.ops.device import DeviceError
-    from lmcache_mp_safe.wire.pool import SHARED_MEMORY
 
     with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
         os.posix_fallocate(file.fileno(), 0, _PINNED_BYTES)

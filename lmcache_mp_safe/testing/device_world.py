@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
-from lmcache_mp_safe.contract import JobOutcome, PoolSegment, StepPlan
+from lmcache_mp_safe.contract import SHARED_MEMORY, JobOutcome, PoolSegment, StepPlan
 from lmcache_mp_safe.geometry.groups import GroupKind
 from lmcache_mp_safe.geometry.payload import ObjectLayout
 from lmcache_mp_safe.ids import RequestId, ServerEpoch
 from lmcache_mp_safe.ops.device import Device, Stream
-from lmcache_mp_safe.ops.streamed import StreamedBackend
+from lmcache_mp_safe.ops.streamed import StreamedBackend, StreamFence
+from lmcache_mp_safe.scheduler.certify import Pins
+from lmcache_mp_safe.testing import world as world_module
 from lmcache_mp_safe.testing.fake_wire import FakePool, FakeWire
 from lmcache_mp_safe.testing.pools import pool_file, simple_pages
 from lmcache_mp_safe.testing.world import BLOCK, FULL, STATE, FakeRequest, World, prompt
 from lmcache_mp_safe.worker.half import WorkerHalf
-from lmcache_mp_safe.worker.pool import SHARED_MEMORY
 
 PAGE_BYTES = 64 << 10
 GROUPS = (FULL, STATE)
@@ -55,7 +55,7 @@ class FileWire(FakeWire):
         super().__init__(object_bytes, capacity=0)
         self.capacity = OBJECTS
         self._file_segment = segment
-        with (Path(SHARED_MEMORY) / segment.name).open("r+b") as file:
+        with (SHARED_MEMORY / segment.name).open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), segment.size)
         self.pool = FakePool(self._map)  # type: ignore[arg-type]
 
@@ -219,3 +219,25 @@ def copies_slower_than_the_engine(rig: Rig, blocks: int) -> list[str]:
         found = [world.load(request) for request in requests]
         assert any(tokens for tokens, _ in found), "no hit: nothing was shown"
         return [page for _, wrong in found for page in wrong]
+
+
+# --- the same races without one of the guards, so that a test can show that it sees them ------------------------------
+
+Setter = Callable[[object, str, object], None]  # `setattr`, or pytest's, which takes it back
+
+
+def no_wait_for_the_fence(set_attribute: Setter) -> None:
+    """The fence is recorded on a stream that has nothing to do."""
+    set_attribute(StreamedBackend, "record_fence", lambda self: StreamFence(self._device.side_stream().record()))
+
+
+def no_pins(set_attribute: Setter) -> None:
+    """Source blocks are certified and not held."""
+    set_attribute(world_module.FakePool, "pin", lambda self, blocks: None)
+    set_attribute(Pins, "unpin", lambda self, certificate: setattr(self, "held", self.held - len(certificate.blocks)))
+
+
+def no_pins_and_no_watch(set_attribute: Setter) -> None:
+    """And the forward does not wait for a copy whose source block lost its hash."""
+    no_pins(set_attribute)
+    set_attribute(WorkerHalf, "_hold_compute", lambda self, running: None)

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from lmcache_mp_safe.contract import PoolSegment
+from lmcache_mp_safe.contract import SHARED_MEMORY, PoolSegment
 from lmcache_mp_safe.geometry.pages import Layer, PageLayout, Segment
 from lmcache_mp_safe.geometry.payload import ObjectLayout
 from lmcache_mp_safe.ids import ServerEpoch
-from lmcache_mp_safe.worker.pool import SHARED_MEMORY
 
 
 @contextlib.contextmanager

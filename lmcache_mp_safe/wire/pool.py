@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
+from lmcache_mp_safe.contract import SHARED_MEMORY
 from lmcache_mp_safe.errors import Scope, ServerError
-
-SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps POSIX shared memory
 
 
 class PoolView:

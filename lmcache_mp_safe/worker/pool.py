@@ -14,11 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lmcache_mp_safe.contract import PoolSegment
+from lmcache_mp_safe.contract import SHARED_MEMORY, PoolSegment
 from lmcache_mp_safe.errors import LocalError, Scope, ServerError
 from lmcache_mp_safe.ops.contract import Bytes, SlotMemory
-
-SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps POSIX shared memory
 
 # The pool is sparse: a page that was never written has no memory yet. Memory is claimed in steps of this size.
 _CLAIM_BYTES = 2 << 20

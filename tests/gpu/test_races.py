@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from lmcache_mp_safe.ops.device import Device, Stream
-from lmcache_mp_safe.ops.streamed import StreamedBackend, StreamFence
-from lmcache_mp_safe.scheduler.certify import Pins
 from lmcache_mp_safe.testing.device_world import (
     Rig,
+    Setter,
     copies_slower_than_the_engine,
+    no_pins_and_no_watch,
+    no_wait_for_the_fence,
     pages_bytes,
     slow_writes_before_the_fence,
 )
-from lmcache_mp_safe.testing.world import FakePool
-from lmcache_mp_safe.worker.half import WorkerHalf
 
 pytestmark = pytest.mark.gpu
 
@@ -58,23 +57,12 @@ def test_stored_pages_are_the_prompts_own_on_another_stream_than_the_default(dev
         assert slow_writes_before_the_fence(CudaRig(device), BLOCKS) == []
 
 
-def no_wait_for_the_fence(patch: pytest.MonkeyPatch) -> None:
-    """The fence is recorded on a stream that has nothing to do."""
-    patch.setattr(StreamedBackend, "record_fence", lambda self: StreamFence(self._device.side_stream().record()))
-
-
-def no_pins_and_no_watch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FakePool, "pin", lambda self, blocks: None)
-    patch.setattr(Pins, "unpin", lambda self, certificate: setattr(self, "held", self.held - len(certificate.blocks)))
-    patch.setattr(WorkerHalf, "_hold_compute", lambda self, running: None)
-
-
 @pytest.mark.parametrize(
     ("mistake", "race"),
     [(no_wait_for_the_fence, slow_writes_before_the_fence), (no_pins_and_no_watch, copies_slower_than_the_engine)],
 )
 def test_race_is_seen_without_its_guard(
-    mistake: Callable[[pytest.MonkeyPatch], None], race: Race, device: Device, monkeypatch: pytest.MonkeyPatch
+    mistake: Callable[[Setter], None], race: Race, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mistake(monkeypatch)
+    mistake(monkeypatch.setattr)
     assert race(CudaRig(device), BLOCKS) != []

@@ -9,7 +9,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from lmcache_mp_safe.contract import JobOutcome, JobReport, LoadJob, ObjectCopy, PoolSegment, StepPlan, StoreJob
+from lmcache_mp_safe.contract import (
+    SHARED_MEMORY,
+    JobOutcome,
+    JobReport,
+    LoadJob,
+    ObjectCopy,
+    PoolSegment,
+    StepPlan,
+    StoreJob,
+)
 from lmcache_mp_safe.geometry.payload import ObjectLayout
 from lmcache_mp_safe.geometry.spans import Spans
 from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
@@ -20,7 +29,6 @@ from lmcache_mp_safe.worker import copier as copier_module
 from lmcache_mp_safe.worker.copier import Copier
 from lmcache_mp_safe.worker.half import WorkerHalf
 from lmcache_mp_safe.worker.jobs import Running
-from lmcache_mp_safe.worker.pool import SHARED_MEMORY
 
 PAGE = 600
 PAGES, BUFFER_BYTES = simple_pages([[PAGE]], 8)

@@ -11,7 +11,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_mp_safe.contract import SKIP, JobOutcome, LoadJob, ObjectCopy, PoolSegment, StepPlan, StoreJob
+from lmcache_mp_safe.contract import (
+    SHARED_MEMORY,
+    SKIP,
+    JobOutcome,
+    LoadJob,
+    ObjectCopy,
+    PoolSegment,
+    StepPlan,
+    StoreJob,
+)
 from lmcache_mp_safe.geometry.pages import Layer, PageLayout, Segment
 from lmcache_mp_safe.geometry.payload import ObjectLayout
 from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
@@ -19,7 +28,6 @@ from lmcache_mp_safe.ops.contract import Bytes
 from lmcache_mp_safe.ops.reference import ReferenceBackend
 from lmcache_mp_safe.testing.pools import pool_file, random_buffer
 from lmcache_mp_safe.worker.half import WorkerHalf
-from lmcache_mp_safe.worker.pool import SHARED_MEMORY
 
 BLOCKS = 12
 DIGEST = b"d" * 32

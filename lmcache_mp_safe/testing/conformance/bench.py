@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from lmcache_mp_safe.contract import SHARED_MEMORY
 from lmcache_mp_safe.wire.connecting import new_instance
 from lmcache_mp_safe.wire.keys import object_key, registration
-from lmcache_mp_safe.wire.pool import SHARED_MEMORY
 
 SMALL = 8192
 BIG = 4 << 20

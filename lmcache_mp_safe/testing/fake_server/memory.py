@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 from typing import Protocol
 
-from lmcache_mp_safe.wire.pool import SHARED_MEMORY
+from lmcache_mp_safe.contract import SHARED_MEMORY
 
 
 class Memory(Protocol):

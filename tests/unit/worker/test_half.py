@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from lmcache_mp_safe.contract import (
+    SHARED_MEMORY,
     SKIP,
     Integrity,
     JobOutcome,
@@ -36,7 +37,7 @@ from lmcache_mp_safe.ops.reference import InlineFence, PlainMemory, ReferenceBac
 from lmcache_mp_safe.testing.pools import pool_file, random_buffer, simple_pages
 from lmcache_mp_safe.worker.copy_thread import CopyThread
 from lmcache_mp_safe.worker.half import WorkerHalf
-from lmcache_mp_safe.worker.pool import SHARED_MEMORY, MappedPool
+from lmcache_mp_safe.worker.pool import MappedPool
 
 BLOCKS = 16
 # One append-only group of two layers and one recurrent group of one, in bytes a block.

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_mp_safe.contract import PoolSegment
+from lmcache_mp_safe.contract import SHARED_MEMORY, PoolSegment
 from lmcache_mp_safe.errors import LocalError, ServerError
 from lmcache_mp_safe.geometry.payload import ObjectLayout
 from lmcache_mp_safe.ops.contract import Bytes, SlotMemory
 from lmcache_mp_safe.ops.reference import PlainMemory
 from lmcache_mp_safe.testing.pools import pool_file
-from lmcache_mp_safe.worker.pool import SHARED_MEMORY, MappedPool
+from lmcache_mp_safe.worker.pool import MappedPool
 
 MIB = 1 << 20
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from lmcache_mp_safe.ops.device import Stream
-from lmcache_mp_safe.ops.streamed import StreamedBackend, StreamFence
-from lmcache_mp_safe.scheduler.certify import Pins
 from lmcache_mp_safe.testing.device_world import (
     Rig,
+    Setter,
     copies_slower_than_the_engine,
+    no_pins,
+    no_pins_and_no_watch,
+    no_wait_for_the_fence,
     pages_bytes,
     slow_writes_before_the_fence,
 )
 from lmcache_mp_safe.testing.sim_device import SimDevice, SimEvent, SimStream
-from lmcache_mp_safe.testing.world import FakePool
-from lmcache_mp_safe.worker.half import WorkerHalf
 
 BLOCKS = 24
 
@@ -55,21 +55,6 @@ def test_stored_pages_are_the_prompts_own(race: Race) -> None:
     assert race(SimRig(), BLOCKS) == []
 
 
-def no_wait_for_the_fence(patch: pytest.MonkeyPatch) -> None:
-    """The fence is recorded on a stream that has nothing to do."""
-    patch.setattr(StreamedBackend, "record_fence", lambda self: StreamFence(self._device.side_stream().record()))
-
-
-def no_pins(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FakePool, "pin", lambda self, blocks: None)
-    patch.setattr(Pins, "unpin", lambda self, certificate: setattr(self, "held", self.held - len(certificate.blocks)))
-
-
-def no_pins_and_no_watch(patch: pytest.MonkeyPatch) -> None:
-    no_pins(patch)
-    patch.setattr(WorkerHalf, "_hold_compute", lambda self, running: None)
-
-
 @pytest.mark.parametrize(
     ("mistake", "race"),
     [
@@ -78,13 +63,13 @@ def no_pins_and_no_watch(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_race_is_seen_without_its_guard(
-    mistake: Callable[[pytest.MonkeyPatch], None], race: Race, monkeypatch: pytest.MonkeyPatch
+    mistake: Callable[[Setter], None], race: Race, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mistake(monkeypatch)
+    mistake(monkeypatch.setattr)
     assert race(SimRig(), BLOCKS) != []
 
 
 def test_second_guard_holds_the_forward_where_pins_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is handed out again loses its hash, and then the forward waits for the copy."""
-    no_pins(monkeypatch)
+    no_pins(monkeypatch.setattr)
     assert copies_slower_than_the_engine(SimRig(), BLOCKS) == []
