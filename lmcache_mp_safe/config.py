@@ -18,6 +18,9 @@ from lmcache_mp_safe.errors import ConfigError
 STOCK = "lmcache.mp."
 OURS = "lmcache.mp.safe."
 
+# A request may say how many of its tokens are stored at most.
+MAX_OFFLOAD_TOKENS = "lmcache.max_offload_tokens"
+
 _MIB = 2**20
 
 # Starts a server that this connector can use.

@@ -36,6 +36,13 @@ class ServerError(SafeError):
         super().__init__(message, scope=scope)
 
 
+class UnnameableError(SafeError, TypeError):
+    """Something in a request has no canonical form, so its objects have no name: it is computed without the cache."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, scope=Scope.REQUEST)
+
+
 class ConfigError(SafeError, ValueError):
     """The configuration asks for something that cannot be served; the message names the key and the remedy."""
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import msgspec
 
+from lmcache_mp_safe.errors import UnnameableError
+
 # Part of every digest and namespace: a change of the payload, the seal or the digests must change it.
-FORMAT_VERSION = "3"
+FORMAT_VERSION = "4"
 
 _DIGEST_BYTES = 32
 _SLUG_CHARACTERS = 40
@@ -30,15 +32,30 @@ def _digest(domain: bytes, *parts: bytes) -> bytes:
 
 
 def encode_extra(extra: Any) -> bytes:
-    """Canonical bytes of vLLM's extra keys (multimodal hashes, LoRA, prompt embeddings, salt).
+    """Canonical bytes of what names a request besides its tokens (multimodal hashes, LoRA, embeddings, salt, configs).
 
     Raises:
-        TypeError: something in there has no canonical form; such a request must not use the cache.
+        UnnameableError: something in there has no canonical form; such a request must not use the cache.
     """
     try:
+        _check_plain(extra)
         return msgspec.msgpack.encode(extra, order="deterministic")
-    except Exception as error:  # msgspec raises several types; all mean the same here
-        raise TypeError(f"extra keys {extra!r} cannot be named: {error}") from error
+    except Exception as error:  # several types, a recursion that is too deep among them; all mean the same here
+        # Nothing of the content goes into the message: it is a user's, and may be as long or as odd as they like.
+        raise UnnameableError(f"what a request says besides its tokens has no name: {type(error).__name__}") from error
+
+
+def _check_plain(value: Any) -> None:
+    """Allow what has one form only: msgspec would write a set like a list, and a date like a string."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_plain(key)
+            _check_plain(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_plain(item)
+    elif not isinstance(value, str | bytes | int | float | None):
+        raise TypeError(type(value).__name__)
 
 
 class PrefixDigests:
@@ -71,7 +88,7 @@ class PrefixDigests:
         """Digests of the first `count` chunks, each naming the whole prefix up to the chunk's end.
 
         Raises:
-            TypeError: the request has extra keys that cannot be named.
+            UnnameableError: the request has extra keys that cannot be named.
         """
         while len(self._chain) < count:
             start = len(self._chain) * self._chunk_tokens

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize, generate_block_hash_extra_keys
 
+from lmcache_mp_safe.config import MAX_OFFLOAD_TOKENS
+from lmcache_mp_safe.errors import UnnameableError
 from lmcache_mp_safe.ids import RequestId
 
 if TYPE_CHECKING:
@@ -45,7 +47,9 @@ class HostRequest:
 
     @property
     def salt(self) -> str:
-        return self._request.cache_salt or ""
+        """The user's; empty if it is no text, and then `extra_keys` gives no name either."""
+        salt = self._request.cache_salt
+        return salt if isinstance(salt, str) else ""
 
     @property
     def skips_reading(self) -> bool:
@@ -80,11 +84,24 @@ class HostRequest:
         """What besides the token ids decides the KV of tokens [start, end).
 
         vLLM's own extra keys (multimodal hashes, LoRA, prompt embeddings, salt) and the LoRA's path, because vLLM keys
-        an adapter by its name, which means something only within one process.
+        an adapter by its name, which means something only within one process. The first tokens also carry what keeps
+        users apart; every later name follows from theirs.
+
+        Raises:
+            UnnameableError: vLLM's own hashes leave out something that decides the KV, or the salt is no text.
         """
+        if getattr(self._request, "prompt_is_token_ids", None) is not None:
+            raise UnnameableError("which positions of a prompt are embeddings is in no hash of vLLM's")
         keys = self.vllm_extra_keys(start, end)
         lora = self._request.lora_request
-        return (keys, lora.lora_path) if lora is not None else keys
+        return keys, None if lora is None else lora.lora_path, self._user_keys() if start == 0 else None
+
+    def _user_keys(self) -> tuple[str, dict[str, Any]]:
+        """Salt and request configs: two users who differ in one of them share nothing."""
+        if not isinstance(self._request.cache_salt, str | None):
+            raise UnnameableError(f"a cache_salt must be text, not {type(self._request.cache_salt).__name__}")
+        configs = {key: value for key, value in self.user_configs.items() if key != MAX_OFFLOAD_TOKENS}
+        return self.salt, configs
 
     def vllm_extra_keys(self, start: int, end: int) -> tuple[Any, ...] | None:
         """What vLLM hashes besides the token ids [start, end)."""

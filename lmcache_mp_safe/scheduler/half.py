@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -15,9 +16,9 @@ from typing import Protocol
 import msgspec
 
 from lmcache_mp_safe.announcements import Announcements, News
-from lmcache_mp_safe.config import SafeConfig
+from lmcache_mp_safe.config import MAX_OFFLOAD_TOKENS, SafeConfig
 from lmcache_mp_safe.contract import JobOutcome, LoadJob, PoolSegment, RankLayout, StepPlan, StepReport
-from lmcache_mp_safe.errors import ConfigError
+from lmcache_mp_safe.errors import ConfigError, UnnameableError
 from lmcache_mp_safe.geometry.groups import ModelGeometry
 from lmcache_mp_safe.identity import PrefixDigests
 from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
@@ -115,6 +116,11 @@ class _Attachment:
     known: Known
     hits: Hits
     stores: Stores
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies or answers are under way."""
+        return self.stores.busy or bool(self.hits.running_loads) or self.wire.unsettled
 
 
 class SchedulerHalf:
@@ -416,9 +422,7 @@ class SchedulerHalf:
         """
         if self._live is not None and self._told_segment is not None and not self.wire.up:
             return True
-        return bool(self._refused_loads) or any(
-            a.stores.busy or a.hits.running_loads or a.wire.unsettled for a in self._attachments()
-        )
+        return bool(self._refused_loads) or any(a.is_busy for a in self._attachments())
 
     @property
     def has_pending_block_frees(self) -> bool:
@@ -492,7 +496,7 @@ class SchedulerHalf:
             self.finished(tracked.source)  # another request under a reused id
         digests = PrefixDigests(source.tokens, source.extra_keys, self._geometry.chunk_tokens)
         hit = Hit(RequestRecord(source.request_id), digests, source.salt)
-        limit = source.user_configs.get("lmcache.max_offload_tokens")
+        limit = source.user_configs.get(MAX_OFFLOAD_TOKENS)
         store_limit = limit if isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0 else None
         prefix = Prefix(source, digests, source.salt, Progress())
         tracked = Tracked(source, prefix, hit, store_limit, bypassed=source.is_resumable)
@@ -541,7 +545,7 @@ class SchedulerHalf:
             return
         for attachment in list(self._retired):
             attachment.wire.poll(now)
-            if not (attachment.stores.busy or attachment.hits.running_loads or attachment.wire.unsettled):
+            if not attachment.is_busy:
                 attachment.wire.shutdown(0.0)
                 self._retired.remove(attachment)
         live = self._live
@@ -599,9 +603,12 @@ class SchedulerHalf:
         self._refused_loads[job.job_id] = request_id
 
     def _give_up(self, request_id: RequestId, doing: str) -> None:
-        """A bug or an unnameable request: compute it without the cache from here on."""
-        self._tally.add(Count.INTERNAL_ERRORS)
-        logger.exception("request %s is computed without the cache from here on (%s failed)", request_id, doing)
+        """An unnameable request or a bug: compute it without the cache from here on."""
+        if isinstance(why := sys.exception(), UnnameableError):
+            logger.info("request %s is computed without the cache: %s", request_id, why)
+        else:
+            self._tally.add(Count.INTERNAL_ERRORS)
+            logger.exception("request %s is computed without the cache from here on (%s failed)", request_id, doing)
         tracked = self._book.get(request_id)
         if tracked is not None:
             tracked.bypassed = True
