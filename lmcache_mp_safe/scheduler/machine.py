@@ -90,8 +90,8 @@ class RequestRecord:
 
     @property
     def promised_tokens(self) -> int:
-        """External tokens to answer to vLLM."""
-        return self.boundary - self.local_tokens if self.phase is Phase.PROMISED else 0
+        """External tokens to answer to vLLM; 0 where its own hit grew past the boundary while the seals were read."""
+        return max(0, self.boundary - self.local_tokens) if self.phase is Phase.PROMISED else 0
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,13 @@ def test_promise_that_the_local_hit_has_overtaken_is_released() -> None:
     assert (after.phase, after.promised_tokens, effects) == (Phase.MISSED, 0, [Release()])
 
 
+def test_promise_is_nothing_where_the_local_hit_grew_past_it_while_seals_were_read() -> None:
+    after, _ = run(record(Phase.HOLDING), phases.Polled(400), phases.Validated())
+    assert (after.phase, after.promised_tokens) == (Phase.PROMISED, 0)
+    after, effects = run(after, phases.Polled(400))
+    assert (after.phase, effects) == (Phase.MISSED, [Release()])
+
+
 def test_promise_whose_local_part_was_evicted_is_looked_up_afresh() -> None:
     start = record(Phase.PROMISED, first_chunk=1, local_tokens=200)
     after, effects = run(start, phases.Polled(100))
