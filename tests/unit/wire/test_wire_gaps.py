@@ -124,3 +124,19 @@ def test_the_end_of_an_epoch_fails_every_open_call(wire: Wire, maker: FakeMaker,
     segment.unlink()
     events = wire.poll(SMALL_CAP.heartbeat_s)
     assert call in [getattr(event, "call", None) for event in events]
+
+
+def test_every_call_of_a_sequence_carries_its_salt(wire: Wire, maker: FakeMaker) -> None:
+    session = wire.open(DIGESTS, "tenant")
+    wire.lookup(session, 6, 0.0)
+    answer(wire, maker.client, "lookup", None)
+    answer(wire, maker.client, "status", 6)
+    wire.free(session, 0, 2, 0.0)
+    wire.retrieve(session, 2, 4, 0.0)
+    answer(wire, maker.client, "retrieve", slots([0, OBJECT], OBJECT))
+    wire.reserve(session, 6, 7, 0.0)
+    wire.done_reading(session, 0.0)
+    wire.poll(0.0)
+    for name in ("lookup", "free", "retrieve", "done", "reserve"):
+        salts = {call.arguments[0].cache_salt for call in maker.client.sent(name)}
+        assert salts == {"tenant"}, name
