@@ -49,6 +49,7 @@ def engine_config(role: str) -> Any:
             model="m", revision=None, dtype="bfloat16", quantization=None, hf_overrides={}, is_hybrid=False
         ),
         speculative_config=None,
+        kv_events_config=None,
     )
 
 
