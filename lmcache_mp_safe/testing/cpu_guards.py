@@ -23,8 +23,13 @@ _PLAIN, _SPECULATION = "plain", "speculation"
 
 def prepare_cpu_engine(*, speculation: bool) -> None:
     """Mend this process, and ask the plugin to mend the ones that vLLM starts."""
-    os.environ[GUARDS_VARIABLE] = _SPECULATION if speculation else _PLAIN
+    os.environ[GUARDS_VARIABLE] = guards_for(speculation=speculation)
     apply_from_environment()
+
+
+def guards_for(*, speculation: bool) -> str:
+    """Value of `GUARDS_VARIABLE` for a child process that starts such an engine."""
+    return _SPECULATION if speculation else _PLAIN
 
 
 def apply_from_environment() -> None:

@@ -60,7 +60,7 @@ class LMCacheServer:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.shm_name = f"safe_{secrets.token_hex(6)}" if shm_name is None else shm_name
-        self.port, self._http_port, prometheus_port = _free_ports(3)
+        self.port, self._http_port, prometheus_port = free_ports(3)
         self.http_url = f"http://{_HOST}:{self._http_port}"
         self._arguments = [
             *_COMMAND,
@@ -241,7 +241,7 @@ def answers_ping(url: str, timeout_s: float) -> bool:
         context.term()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Free ports of the loopback that no outgoing connection takes meanwhile: a server that is killed wants its own
     back."""
     ports: list[int] = []
