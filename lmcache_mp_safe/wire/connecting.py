@@ -141,6 +141,11 @@ def _prove(client: Any, target: Target, pool: PoolView, server_chunk: int) -> No
     def ask(future: Any) -> Any:
         return _answer(future, target.step_s, "the LMCache server stopped answering while its pool was checked")
 
+    def leave() -> None:
+        # One after the other: the server answers no end of a session whose instance is gone.
+        ask(client.end_session(session))
+        ask(client.unregister_kv_cache_engine_driven_context(instance))
+
     ask(client.register_kv_cache_engine_driven_context(registration(instance, namespace, _PROBE_BYTES)))
     try:
         if not ask(client.commit_store(key, instance, pickle.dumps([tensor]))):
@@ -156,10 +161,12 @@ def _prove(client: Any, target: Target, pool: PoolView, server_chunk: int) -> No
         (offset,) = retrieved_offsets(answer.context if answer.success else {}, 1, _PROBE_BYTES, pool.size)
         same = pool.read(offset, _PROBE_BYTES) == nonce
         ask(client.commit_retrieve(key, instance))
-    finally:  # a server that is full is asked again and again: nothing of a proof may stay in it
-        ended = [client.end_session(session), client.unregister_kv_cache_engine_driven_context(instance)]
-    for future in ended:
-        ask(future)
+    except BaseException:
+        # A server that is full is asked again and again: nothing of a proof may stay in it.
+        with contextlib.suppress(ServerError):
+            leave()
+        raise
+    leave()
     if not same:
         raise ServerError(
             f"{pool.path} is not the pool of the LMCache server at {target.url}: another server uses the same"

@@ -460,8 +460,9 @@ def test_the_end_of_a_retrieve_that_never_was_releases_nothing(driver: Driver, s
     link = driver.wire._link
     assert link is not None
     key = driver.wire._key(link, driver.wire._sessions[session], 0, 2, unique=True)
+    before = server_inventory(shared_server)["server: read_locked_count"]
     assert link.connection.client.commit_retrieve(key, link.connection.instance).wait(5)
-    assert server_inventory(shared_server)["server: read_locked_count"] == 2
+    assert server_inventory(shared_server)["server: read_locked_count"] == before >= 2
     driver.wire.close(session, driver.now)
     driver.until(driver.settled)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -143,7 +142,6 @@ def vllm_config(settings: Settings) -> VllmConfig:
 
 @functools.cache
 def _base(drafter: Drafter) -> VllmConfig:
-    logging.getLogger("vllm").setLevel(logging.ERROR)
     init_none_hash(sha256)
     speculation: dict[Drafter, dict[str, Any] | None] = {
         "none": None,

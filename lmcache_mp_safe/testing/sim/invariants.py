@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import traceback
 from collections import Counter
@@ -45,6 +46,26 @@ class Caught(logging.Handler):
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
             self.texts.append(f"{record.getMessage()}: {type(error).__name__}: {error} ({where})")
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[Caught]:
+    """Take what the connector logs meanwhile, and keep vLLM's chatter away. The loggers are as before afterwards."""
+    caught = Caught()
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    vllm = logging.getLogger("vllm")
+    before = [(logger, logger.propagate, logger.level) for logger in (*loggers, vllm)]
+    try:
+        vllm.setLevel(logging.ERROR)
+        for logger in loggers:
+            logger.addHandler(caught)
+            logger.propagate = False
+        yield caught
+    finally:
+        for logger, propagate, level in before:
+            logger.removeHandler(caught)
+            logger.propagate = propagate
+            logger.setLevel(level)
 
 
 def wrong_tags(engine: Engine) -> Iterator[str]:

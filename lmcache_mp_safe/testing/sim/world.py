@@ -4,7 +4,6 @@ settings and the commands, so a trace of commands is the run."""
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
@@ -62,11 +61,8 @@ class World:
             lookup_s=settings.lookup_s,
         )
         self.network = Network(server, lambda: self.now)
-        self.caught = check.Caught()
-        for name in check.LOGGERS:
-            logger = logging.getLogger(name)
-            logger.addHandler(self.caught)
-            logger.propagate = False
+        self._hearing = contextlib.ExitStack()
+        self.caught = self._hearing.enter_context(check.heard())
         self.engine = Engine(settings, lambda: self.now, lambda: NetworkMaker(self.network))
         self.faults = Faults(self)
         self.jobs = Jobs(self.engine.pool, settings.ranks)
@@ -263,8 +259,7 @@ class World:
                 rank.finish()
                 rank.worker.shutdown()
         finally:
-            for name in check.LOGGERS:
-                logging.getLogger(name).removeHandler(self.caught)
+            self._hearing.close()
             self.memory.close()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from lmcache_mp_safe.errors import ServerError
-from lmcache_mp_safe.testing.fake_server import FakeMaker, FakeServer, SharedMemory
+from lmcache_mp_safe.testing.fake_server import Call, FakeClient, FakeMaker, FakeServer, SharedMemory
 from lmcache_mp_safe.wire.connecting import Target
 
 TARGET = Target("tcp://nowhere", "ns", 4096, step_s=1.0)
@@ -32,6 +32,32 @@ def test_proof_leaves_nothing_on_the_server(server: FakeServer) -> None:
     connection = maker.result()
     assert not isinstance(connection, ServerError | None)
     assert left_on(server) == (0, 0, 0)
+    maker.close(connection)
+
+
+def test_instance_of_a_proof_stays_until_the_end_of_its_session_is_answered(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server works on calls side by side, and answers no end of a session whose instance is gone."""
+    ended: list[Call] = []
+    end, leave = FakeClient.end_session, FakeClient.unregister_kv_cache_engine_driven_context
+
+    def watched_end(client: FakeClient, session: str) -> Call:
+        ended.append(end(client, session))
+        monkeypatch.setattr(ended[-1], "wait", lambda timeout: waited.append(ended[-1]) or True)
+        return ended[-1]
+
+    def watched_leave(client: FakeClient, instance: int) -> Call:
+        assert waited == ended != []
+        return leave(client, instance)
+
+    waited: list[Call] = []
+    monkeypatch.setattr(FakeClient, "end_session", watched_end)
+    monkeypatch.setattr(FakeClient, "unregister_kv_cache_engine_driven_context", watched_leave)
+    maker = FakeMaker(server)
+    maker.make(TARGET)
+    connection = maker.result()
+    assert not isinstance(connection, ServerError | None)
     maker.close(connection)
 
 
