@@ -12,7 +12,7 @@ from lmcache_mp_safe.testing.oracle import compare
 from lmcache_mp_safe.testing.server import LMCacheServer
 from lmcache_mp_safe.testing.stand import MAX_TOKENS, Stand, prompt_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.faults]
 
 POOL_GB = 5 / 1024  # sixteen objects or so: what three prompts leave
 

@@ -14,7 +14,7 @@ import pytest
 from lmcache_mp_safe.testing.leftovers import inventory, server_inventory
 from lmcache_mp_safe.testing.stand import Stand
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.faults]
 
 
 @contextmanager
