@@ -59,7 +59,7 @@ test-server: venv
 test-engine: venv
 	$(NEW)/bin/python -m pytest -m "engine and not gpu and not faults" $(PYTEST_ARGS)
 
-# Real faults at every moment of a request; the engine tests try some of them.
+# Real faults at every moment of a request.
 test-faults: venv
 	$(NEW)/bin/python -m pytest tests/engine/faults $(PYTEST_ARGS)
 

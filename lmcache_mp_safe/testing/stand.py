@@ -61,8 +61,10 @@ class Stand:
             time.sleep(0.05)
 
     def check_nothing_is_left(self) -> None:
-        assert leftovers(self.engine, self.before) == {}
-        assert settled(lambda: server_inventory(self.server), Inventory(), 20.0) == {}
+        found = leftovers(self.engine, self.before)
+        assert found == {}, f"left in the engine: {found}"
+        left = settled(lambda: server_inventory(self.server), Inventory(), 20.0)
+        assert left == {}, f"left on the server: {left}"
         assert self.engine.connector.scheduler_half.counters["internal_errors"] == 0
 
     @classmethod
