@@ -31,7 +31,7 @@ from lmcache_mp_safe.wire import (
 )
 from lmcache_mp_safe.worker.half import WorkerHalf
 
-CALL_BYTES = 256 << 20  # most bytes in one reservation, as the connector's default
+CALL_BYTES = 2048 << 20  # most bytes in one reservation: the connector's default
 _STEP_S = 20e-6
 _GIVE_UP_S = 60.0
 E = TypeVar("E")

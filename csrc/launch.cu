@@ -26,6 +26,7 @@ void launch_move(const moving::Move* table, int count, cudaStream_t stream) {
 
 void launch_digest(const digesting::Run* runs, int count, uint64_t length, unsigned long long* digests,
                    cudaStream_t stream) {
-    digest_tiles<<<plan::digest_grid(length), digesting::kThreads, 0, stream>>>(runs, count, length, digests);
+    digest_tiles<<<plan::digest_grid(length, multiprocessors()), digesting::kThreads, 0, stream>>>(runs, count, length,
+                                                                                                   digests);
     CHECK(cudaGetLastError());
 }

@@ -16,6 +16,8 @@ namespace plan {
 
 // Enough CTAs to hide the latency of short rows, few enough to leave room for the model's own.
 constexpr int kMoveCtasPerMultiprocessor = 8;
+// Digests have as long as the copies beside them, and those are bound by the bus: half of the multiprocessors never see one.
+constexpr int kMultiprocessorsPerDigestCta = 2;
 
 inline void require(bool holds, const std::string& what) {
     if (!holds) throw std::invalid_argument(what);
@@ -40,10 +42,11 @@ inline unsigned move_grid(int64_t count, int multiprocessors) {
     return static_cast<unsigned>(std::min<int64_t>(count, int64_t{kMoveCtasPerMultiprocessor} * multiprocessors));
 }
 
-inline unsigned digest_grid(uint64_t length) {
+inline unsigned digest_grid(uint64_t length, int multiprocessors) {
     const uint64_t tiles = (length + digesting::kTileBytes - 1) / digesting::kTileBytes;
     const uint64_t tiles_per_cta = digesting::kThreads / digesting::kParts;
-    return static_cast<unsigned>((tiles + tiles_per_cta - 1) / tiles_per_cta);
+    const uint64_t most = std::max(multiprocessors / kMultiprocessorsPerDigestCta, 1);
+    return static_cast<unsigned>(std::min((tiles + tiles_per_cta - 1) / tiles_per_cta, most));
 }
 
 // Copies as the batch call takes them. Empty ones are left out.

@@ -217,14 +217,14 @@ extern "C" __global__ void __launch_bounds__(digesting::kThreads, digesting::kCt
     digest_tiles(const digesting::Run* runs, int count, unsigned long long length, unsigned long long* digests) {
     using namespace digesting;
     const u64 thread = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const u64 tile = thread / kParts;
+    const u64 teams = static_cast<u64>(gridDim.x) * blockDim.x / kParts;
     const int part = thread % kParts;
-    if (tile * kTileBytes >= length) return;  // all four threads of a tile, or none
-
-    u64 sum = digest_part(runs, count, length, tile, part);
-    const unsigned team = 0xfu << (threadIdx.x & 28);  // the tile's four lanes of the warp
-    sum += __shfl_xor_sync(team, sum, 1);
-    sum += __shfl_xor_sync(team, sum, 2);
-    if (part == 0) digests[tile] = finished(sum);
+    const unsigned team = 0xfu << (threadIdx.x & 28);  // the tile's four lanes of the warp: all take the same tiles
+    for (u64 tile = thread / kParts; tile * kTileBytes < length; tile += teams) {
+        u64 sum = digest_part(runs, count, length, tile, part);
+        sum += __shfl_xor_sync(team, sum, 1);
+        sum += __shfl_xor_sync(team, sum, 2);
+        if (part == 0) digests[tile] = finished(sum);
+    }
 }
 #endif

@@ -77,8 +77,9 @@ class CupyDevice(TorchDevice):
             raise DeviceError(f"digest: {count} runs for {length} bytes")
         if length > 0:
             arguments = (np.uint64(table), np.int32(count), np.uint64(length), np.uint64(digests))
+            grid = digest_grid(length, self._multiprocessors)
             with self._cupy_stream(stream):
-                self._digest((digest_grid(length),), (THREADS,), arguments)
+                self._digest((grid,), (THREADS,), arguments)
 
     def _kernel(self, file: str, function: str) -> Any:
         try:

@@ -105,5 +105,6 @@ class Device(Protocol):
             table: device address of `count` rows of two uint64: position in the payload, address of the run that
                 starts there. Positions grow from 0; a run ends where the next one starts. Any alignment.
             length: bytes of the payload; where it is no multiple of a tile, zeros follow.
-            digests: device address of one uint64 a tile.
+            digests: address of one uint64 a tile, in page-locked host memory: the kernel writes there by itself, so no
+                copy of a few bytes has to queue behind the long ones of its direction.
         """

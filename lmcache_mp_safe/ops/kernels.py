@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1]
 THREADS = 128
 THREADS_PER_TILE = 4
 MOVE_CTAS_PER_MULTIPROCESSOR = 8
+MULTIPROCESSORS_PER_DIGEST_CTA = 2
 
 
 def kernel_source(name: str) -> str:
@@ -30,5 +31,6 @@ def move_grid(count: int, multiprocessors: int) -> int:
     return min(count, MOVE_CTAS_PER_MULTIPROCESSOR * multiprocessors)
 
 
-def digest_grid(length: int) -> int:
-    return -(-tile_count(length) * THREADS_PER_TILE // THREADS)
+def digest_grid(length: int, multiprocessors: int) -> int:
+    needed = -(-tile_count(length) * THREADS_PER_TILE // THREADS)
+    return min(needed, max(multiprocessors // MULTIPROCESSORS_PER_DIGEST_CTA, 1))

@@ -3,14 +3,16 @@
 Each direction has a stream for the copy engine and one for kernels, so that the checksums of one object and the
 gathering of the next run while bytes are on the bus:
 
-    store   kernels  | wait fence | gather -> buffer | checksums of the pages ......|
-            copies   | wait fence | wait gather | pages and buffer -> slot          | event
-    load    copies   | wait fence | slot -> pages and buffer |
+    store   kernels  | wait fence | tables | gather -> buffer | checksums of the pages ......|
+            copies   | wait fence | wait gather | pages and buffer -> slot                   | event
+    load    copies   | wait fence | tables | slot -> pages and buffer |
             kernels  | wait fence | wait copies | buffer -> pages | checksums of the pages | event
 
-Copies of one direction end in the order of their submission, and the order of a stream guards the device memory that
-it uses: tables and digests belong to the kernel stream, and a staging buffer changes hands by an event. Nothing waits
-on the host, but for slots that could not be page-locked.
+A load's kernels wait for its copies, so nothing of a later load that needs the copy engine may stand behind them: its
+tables go with its copies, and digests are written to the host by the kernel itself.
+
+Copies of one direction end in the order of their submission. Device memory that two streams use, staging buffers and
+tables, changes hands by events. Nothing waits on the host, but for slots that could not be page-locked.
 
 Memory: pages and slots belong to the caller until the completion is done. Tables and digests in page-locked host memory
 belong to the lane until the event behind them has passed, whatever becomes of the completion. Staging buffers, device
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,7 +48,7 @@ BOUNCE_BYTES = 16 << 20
 _STAGING_BUFFERS = 4  # two a direction
 _TABLE_RUNS = 32 << 10  # more than a tile has bytes
 _TABLE_BYTES = _TABLE_RUNS * 5 * 8
-_TILES = 64 << 10
+_ROUND_BYTES = 1 << 30
 _WORD_BYTES = 8
 
 
@@ -85,13 +87,13 @@ class _Lane:
     """One direction: its streams, and the device memory that its copies use one after the other."""
 
     def __init__(self, device: Device, buffer_bytes: int, direct_bytes: int) -> None:
-        self.limits = Limits(buffer_bytes, _TABLE_RUNS, _TILES * TILE_BYTES, direct_bytes)
+        self.limits = Limits(buffer_bytes, _TABLE_RUNS, _ROUND_BYTES, direct_bytes)
         self.copies: Stream = device.side_stream()
         self.kernels: Stream = device.side_stream()
         self.buffers: list[DeviceMemory] = [device.device_memory(buffer_bytes) for _ in range(2)]
         self.buffer_free: list[Event | None] = [None, None]
-        self.tables: DeviceMemory = device.device_memory(_TABLE_BYTES)
-        self.digests: DeviceMemory = device.device_memory(_TILES * _WORD_BYTES)
+        self.tables: list[DeviceMemory] = [device.device_memory(_TABLE_BYTES) for _ in range(2)]
+        self.tables_free: list[Event | None] = [None, None]
         self._in_flight: deque[tuple[Event, list[Bytes]]] = deque()
 
     def hold(self, memory: list[Bytes], until: Event) -> None:
@@ -124,6 +126,11 @@ class _Submission(abc.ABC):
     def tables(self, part: Round) -> tuple[Words, Words]:
         """The round's moves and the runs of its checksums."""
 
+    @property
+    @abc.abstractmethod
+    def upload_stream(self) -> Stream:
+        """The stream that brings tables to the device; its later work, and what waits for it, may use them."""
+
     @abc.abstractmethod
     def submit(self, part: Round, copies: Words, tables: _Tables, results: Words | None) -> None:
         """One round.
@@ -148,23 +155,34 @@ class _Submission(abc.ABC):
         self.keep.append(memory)
         return memory.view(np.uint64)[:tiles]
 
-    def upload(self, parts: Sequence[Round]) -> list[_Tables]:
-        """The rounds' tables, in device memory until the next upload."""
+    def submit_all(self, parts: Sequence[Round], copies: Callable[[Round], Words], results: Words | None) -> None:
+        """Rounds whose tables fit into device memory together."""
+        lane = self._lane
+        lane.tables.reverse()  # the pair takes turns
+        lane.tables_free.reverse()
+        for part, tables in zip(parts, self._upload(parts), strict=True):
+            self.submit(part, copies(part), tables, results)
+        lane.tables_free[0] = lane.kernels.record()
+
+    def _upload(self, parts: Sequence[Round]) -> list[_Tables]:
+        lane = self._lane
         found: list[_Tables] = []
         contents: list[Words] = []
-        address = self._lane.tables.address
+        begin = address = lane.tables[0].address
         for part in parts:
             moves, runs = self.tables(part)
             runs = runs if self._checked else runs[:0]
             found.append(_Tables(address, len(moves), address + moves.nbytes, len(runs)))
             contents += [moves.ravel(), runs.ravel()]
             address += moves.nbytes + runs.nbytes
-        if address == self._lane.tables.address:
+        if address == begin:
             return found
-        memory = self._device.pinned_memory(address - self._lane.tables.address)
+        memory = self._device.pinned_memory(address - begin)
         np.concatenate(contents, out=memory.view(np.uint64))
         self.keep.append(memory)
-        self._device.copy(_row(memory.ctypes.data, self._lane.tables.address, memory.nbytes), self._lane.kernels)
+        if (free := lane.tables_free[0]) is not None:
+            self.upload_stream.wait(free)
+        self._device.copy(_row(memory.ctypes.data, begin, memory.nbytes), self.upload_stream)
         return found
 
     def move(self, tables: _Tables) -> None:
@@ -175,10 +193,9 @@ class _Submission(abc.ABC):
         """The digests of the round's tiles, into their place in the piece's results."""
         if results is None:
             return
-        length, digests, stream = part.end - part.begin, self._lane.digests.address, self._lane.kernels
-        self._device.digest(tables.runs, tables.run_count, length, digests, stream)
-        own = results[part.begin // TILE_BYTES :][: tile_count(length)]
-        self._device.copy(_row(digests, own.ctypes.data, own.nbytes), stream)
+        own = results[part.begin // TILE_BYTES :]
+        length, stream = part.end - part.begin, self._lane.kernels
+        self._device.digest(tables.runs, tables.run_count, length, own.ctypes.data, stream)
 
 
 class _Tables(NamedTuple):
@@ -192,6 +209,10 @@ class _Tables(NamedTuple):
 
 class _Store(_Submission):
     """Pages into slots."""
+
+    @property
+    def upload_stream(self) -> Stream:
+        return self._lane.kernels
 
     def tables(self, part: Round) -> tuple[Words, Words]:
         return part.moves, part.staged
@@ -210,8 +231,7 @@ class _Store(_Submission):
         self.digest(part, tables, results)
 
     def bounce(self, part: Round, slot: Bytes, buffer: Bytes, results: Words | None) -> None:
-        (tables,) = self.upload([part])
-        self.submit(part, _behind(part.copies, buffer.ctypes.data), tables, results)
+        self.submit_all([part], lambda part: _behind(part.copies, buffer.ctypes.data), results)
         self._lane.synchronize()
         slot[part.begin : part.end] = buffer
 
@@ -222,6 +242,10 @@ class _Store(_Submission):
 
 class _Load(_Submission):
     """Slots into pages. The digests are those of what arrived in the pages."""
+
+    @property
+    def upload_stream(self) -> Stream:
+        return self._lane.copies
 
     def tables(self, part: Round) -> tuple[Words, Words]:
         return part.moves[:, [1, 0, 2]], part.pages
@@ -239,9 +263,8 @@ class _Load(_Submission):
             lane.buffer_free[part.buffer] = lane.kernels.record()
 
     def bounce(self, part: Round, slot: Bytes, buffer: Bytes, results: Words | None) -> None:
-        (tables,) = self.upload([part])
         buffer[:] = slot[part.begin : part.end]
-        self.submit(part, _behind(part.copies, buffer.ctypes.data), tables, results)
+        self.submit_all([part], lambda part: _behind(part.copies, buffer.ctypes.data), results)
         self._lane.synchronize()
 
     def end(self) -> Event:
@@ -356,10 +379,14 @@ class StreamedBackend:
         if memory is None or not memory.is_pinned(address, len(slot)):
             self._bounce_piece(submission, lane, runs, slot, results)
             return
+
+        pinned: PinnedMemory = memory
+
+        def copies(part: Round) -> Words:
+            return pinned.cut(_behind(part.copies, address + part.begin), column=1)
+
         for group in _that_fit(rounds(runs, lane.addresses, lane.limits)):
-            for part, tables in zip(group, submission.upload(group), strict=True):
-                copies = memory.cut(_behind(part.copies, address + part.begin), column=1)
-                submission.submit(part, copies, tables, results)
+            submission.submit_all(group, copies, results)
 
     def _bounce_piece(
         self, submission: _Submission, lane: _Lane, runs: Runs, slot: Bytes, results: Words | None

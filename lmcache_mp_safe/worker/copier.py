@@ -4,13 +4,15 @@ Stores: clear the seals, copy, wait for the copy, seal. Only after every rank's 
 object that anybody can find either carries its seal or is not believed.
 Loads: check the seals again, copy, compare the checksum of what arrived with the one in the seal.
 
-Runs on the copy thread, one call at a time, and never raises: whatever goes wrong is the end of a job.
+Runs on the copy thread, one call at a time, and never raises: whatever goes wrong is the end of a job. Ends go back to
+the engine's thread through `Copier.settled`.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,7 +40,11 @@ logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
 
 
 class Copier:
-    """Copies for one rank; see `WorkerHalf` for the arguments."""
+    """Copies for one rank; see `WorkerHalf` for the arguments.
+
+    Attributes:
+        settled: jobs of which nothing is under way any more, with their reports; for the other thread to take out.
+    """
 
     def __init__(self, rank: int, pages: PageLayout, backend: Backend, integrity: Integrity) -> None:
         self._rank = rank
@@ -47,6 +53,8 @@ class Copier:
         self._backend = backend
         self._integrity = integrity
         self._nonce = secrets.token_bytes(16)
+        self._under_way: list[Running] = []
+        self.settled: deque[tuple[Running, JobReport]] = deque()
 
     def submit(self, jobs: Sequence[Running], fence: Fence | None) -> None:
         """Queue the copies of jobs that have not been given up meanwhile."""
@@ -58,12 +66,25 @@ class Copier:
                     except Exception as error:  # it ends with the copies that were queued before
                         fail(running, error)
                 running.submitted = True
+            self._under_way.append(running)
 
-    def settle(self, jobs: Sequence[Running]) -> None:
-        """Seal or check, and report, those that have nothing under way any more."""
-        for running in jobs:
-            if running.report is None and _is_over(running):
-                running.report = self._report(running)
+    def settle(self) -> bool:
+        """Seal or check, and report, the jobs that have nothing under way any more.
+
+        Returns:
+            Whether any is left. Copies of one direction end in order, so behind one that is not over none is asked.
+        """
+        left: list[Running] = []
+        waiting: set[type] = set()
+        for running in self._under_way:
+            way = type(running.job)
+            if way not in waiting and _is_over(running):
+                self.settled.append((running, self._report(running)))
+            else:
+                waiting.add(way)
+                left.append(running)
+        self._under_way = left
+        return bool(left)
 
     # --- submitting -------------------------------------------------------------------------------------------------
 

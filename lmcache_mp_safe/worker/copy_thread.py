@@ -1,18 +1,19 @@
-"""Where copies are submitted: inline, or on a thread beside the one that runs the model.
+"""Where copies are submitted and looked after: inline, or on a thread beside the one that runs the model.
 
 Submitting costs the driver more than an engine's hook may take (170 microseconds for a chunk of 112 runs on one H200),
-and so do first touches of the server's memory. A hook only queues.
+and so do first touches of the server's memory. Meanwhile the driver lets nobody else in, not even to ask whether a copy
+is over. So a hook only queues, and all questions are asked by the thread, too.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import PriorityQueue
-from threading import Lock, Thread
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
@@ -20,9 +21,9 @@ logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
 # CPython lets a thread wait this long for the interpreter while another one computes, 5 ms by default. A copy gives it
 # up in a dozen calls of the driver, so beside an engine that polls, a load of 31 objects would wait 600 ms (seen).
 _SWITCH_S = 0.0002
+_LOOK_S = 0.0005  # how often it is asked whether copies are over
 
-_END, _URGENT, _USUAL = range(3)
-_Call = tuple[int, int, Future[None], Callable[..., None], tuple[Any, ...]]  # kind, number, result, function, arguments
+_Call = tuple[Future[None], Callable[..., None], tuple[Any, ...]]  # result, function, arguments
 
 
 class CopyQueue(Protocol):
@@ -31,17 +32,37 @@ class CopyQueue(Protocol):
     def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
         """Queue a call. One that is urgent goes before those that are not and have not begun."""
 
+    def watch(self, look: Callable[[], bool]) -> None:
+        """Call `look` after each call, and then again and again until it says that nothing is under way. It must not
+        raise. One function only, named before anything is submitted."""
+
+    def hook(self) -> None:
+        """An engine's hook is at work: for a queue that has no thread, the time to look."""
+
     def shutdown(self) -> None:
         """Finish the call that runs, and drop the others."""
 
 
+def _nothing() -> bool:
+    return False
+
+
 class Inline:
-    """Runs a call before `submit` returns."""
+    """Runs a call before `submit` returns, and looks in every hook."""
+
+    def __init__(self) -> None:
+        self._look: Callable[[], bool] = _nothing
 
     def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
         future: Future[None] = Future()
         _run(future, act, arguments)
         return future
+
+    def watch(self, look: Callable[[], bool]) -> None:
+        self._look = look
+
+    def hook(self) -> None:
+        self._look()
 
     def shutdown(self) -> None:
         """Nothing is ever queued."""
@@ -50,6 +71,9 @@ class Inline:
 class CopyThread:
     """One thread. While it has something to do, the process's threads take shorter turns.
 
+    Whoever submits never waits for it: what both touch, `deque` and `SimpleQueue`, change in one go under the
+    interpreter's lock, and a thread that holds a lock of its own may have to wait for that one first.
+
     Args:
         enter: called by the thread first; makes the device its current one.
     """
@@ -57,23 +81,30 @@ class CopyThread:
     def __init__(self, enter: Callable[[], None]) -> None:
         self._usual_s = sys.getswitchinterval()
         self._short_s = min(self._usual_s, _SWITCH_S)
-        self._turns = Lock()
-        self._numbers = itertools.count()
-        self._calls: PriorityQueue[tuple[int, int, Future[None], Callable[..., None], tuple[Any, ...]]] = (
-            PriorityQueue()
-        )
+        self._look: Callable[[], bool] = _nothing
+        self._urgent: deque[_Call] = deque()
+        self._others: deque[_Call] = deque()
+        self._ending = False
+        self._signals: SimpleQueue[None] = SimpleQueue()  # one for each call, and one for the end
         self._thread = Thread(target=self._work, args=(enter,), name="lmcache_mp_safe-copies", daemon=True)
         self._thread.start()
 
     def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
         future: Future[None] = Future()
-        with self._turns:
-            sys.setswitchinterval(self._short_s)
-            self._calls.put((_URGENT if urgent else _USUAL, next(self._numbers), future, act, arguments))
+        (self._urgent if urgent else self._others).append((future, act, arguments))
+        sys.setswitchinterval(self._short_s)
+        self._signals.put(None)
         return future
 
+    def watch(self, look: Callable[[], bool]) -> None:
+        self._look = look
+
+    def hook(self) -> None:
+        """The thread looks by itself."""
+
     def shutdown(self) -> None:
-        self._calls.put((_END, next(self._numbers), Future(), lambda: None, ()))
+        self._ending = True
+        self._signals.put(None)
         self._thread.join()
 
     def _work(self, enter: Callable[[], None]) -> None:
@@ -82,14 +113,23 @@ class CopyThread:
         except Exception:  # then each copy fails by itself, and is reported
             logger.exception("the copy thread cannot use its device")
         while True:
-            with self._turns:
-                if self._calls.empty():
-                    sys.setswitchinterval(self._usual_s)
-            kind, _, future, act, arguments = self._calls.get()
-            if kind == _END:
+            self._wait(under_way=self._look())
+            if self._ending:
                 sys.setswitchinterval(self._usual_s)
                 return
-            _run(future, act, arguments)
+            if queue := self._urgent or self._others:
+                _run(*queue.popleft())
+
+    def _wait(self, *, under_way: bool) -> None:
+        """Until there is a call, or it is time to look again."""
+        if not (under_way or self._urgent or self._others):
+            sys.setswitchinterval(self._usual_s)
+            if self._urgent or self._others:  # submitted meanwhile, and its own change may have come first
+                sys.setswitchinterval(self._short_s)
+        try:
+            self._signals.get(timeout=_LOOK_S if under_way else None)
+        except Empty:
+            return
 
 
 def _run(future: Future[None], act: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -1,7 +1,7 @@
 """The worker half: takes plans, has their jobs copied, and reports every job exactly once.
 
-What it does in the engine's thread is little: record a fence, queue the plan's jobs for the copy thread, ask whether
-the oldest copies are over, hand out reports. The copies themselves are `copier.py`'s.
+What it does in the engine's thread is little: record a fence, queue the plan's jobs for the copy thread, hand out the
+reports that came back. The copies themselves are `copier.py`'s.
 
 Whatever goes wrong is the end of a job and never of the engine. A job is reported only once nothing of it is under way:
 its report gives blocks and slots back.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock
 
@@ -29,7 +28,7 @@ from lmcache_mp_safe.contract import (
 )
 from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.geometry.pages import PageLayout
-from lmcache_mp_safe.ids import RequestId, ServerEpoch
+from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
 from lmcache_mp_safe.metrics.counts import CopiedBytes, CopyEnd, CopyTime
 from lmcache_mp_safe.metrics.tally import Sample, Tally
 from lmcache_mp_safe.ops.contract import Backend, Fence
@@ -59,7 +58,7 @@ class WorkerHalf:
     Args:
         rank: global rank; decides which slice of an object is this process's.
         pages: this rank's page layout; its digest is part of every seal.
-        queue: where copies are submitted and settled, one after the other.
+        queue: where copies are submitted and settled, one after the other. It is this half's alone.
         clock: monotonic seconds, for the metrics.
     """
 
@@ -79,14 +78,14 @@ class WorkerHalf:
         self._backend = backend
         self._copier = Copier(rank, pages, backend, integrity)
         self._queue = queue if queue is not None else Inline()
-        self._settling: Future[None] | None = None
+        self._queue.watch(self._copier.settle)
         self._open_pool = open_pool if open_pool is not None else _open_pool
         self._pool: MappedPool | None = None
         self._old_pools: list[MappedPool] = []
         self._refused_epoch: ServerEpoch | None = None
         self._clock = clock
         self._tally = Tally()
-        self._running: list[Running] = []
+        self._running: dict[JobId, Running] = {}
         self._reports: list[JobReport] = []
         self._unusable: list[tuple[int, ServerEpoch, str]] = []
         self._received: set[RequestId] = set()
@@ -101,8 +100,8 @@ class WorkerHalf:
         self._start(plan.loads, fence, urgent=True)  # a request waits for a load, nobody for a store
         self._start(plan.stores, fence, urgent=False)
         if plan.wait_for:
-            for running in self._running:
-                if running.job.job_id in plan.wait_for:
+            for job_id in plan.wait_for:
+                if (running := self._running.get(job_id)) is not None:
                     self._hold_compute(running)
         self._advance()
 
@@ -181,7 +180,7 @@ class WorkerHalf:
             self._unusable.append((self._rank, segment.epoch, str(error)))
 
     def _drop_old_pools(self) -> None:
-        for pool in [p for p in self._old_pools if all(run.pool is not p for run in self._running)]:
+        for pool in [p for p in self._old_pools if all(run.pool is not p for run in self._running.values())]:
             self._old_pools.remove(pool)
             self._queue.submit(pool.close)  # giving page-locked memory back takes a while
 
@@ -201,7 +200,7 @@ class WorkerHalf:
                 why = "the job's pool is not the one in use"
                 self._end(job, JobReport(job.job_id, self._rank, JobOutcome.STALE_EPOCH, why))
         if started:
-            self._running += started
+            self._running |= {running.job.job_id: running for running in started}
             self._queue.submit(self._submit, started, fence, urgent, urgent=urgent)
 
     def _submit(self, jobs: Sequence[Running], fence: Fence | None, urgent: bool) -> None:
@@ -211,29 +210,16 @@ class WorkerHalf:
             self._queue.submit(self._submit, jobs[_JOBS_AT_ONCE:], fence, urgent, urgent=urgent)
 
     def _advance(self) -> None:
-        """Have the jobs settled that have nothing under way any more, and take the reports. Never raises."""
-        self._collect()
-        if self._settling is None and self._may_settle():
-            self._settling = self._queue.submit(self._copier.settle, list(self._running), urgent=True)
-            self._collect()
-        self._drop_old_pools()
-
-    def _may_settle(self) -> bool:
-        """Whether one of the oldest is over. Copies of one direction end in order, so the others need no question."""
-        stores = (running for running in self._running if isinstance(running.job, StoreJob))
-        loads = (running for running in self._running if isinstance(running.job, LoadJob))
-        return any(_seems_over(oldest) for oldest in (next(stores, None), next(loads, None)) if oldest is not None)
-
-    def _collect(self) -> None:
-        if self._settling is not None:
-            if not self._settling.done():
-                return
-            self._settling = None
-        for running in self._running:
-            if running.report is not None:
-                self._note_time(running.job, running.report, running.started)
-                self._end(running.job, running.report)
-        self._running = [running for running in self._running if running.report is None]
+        """Take over what has ended. Never raises."""
+        self._queue.hook()
+        settled = self._copier.settled
+        while settled:
+            running, report = settled.popleft()
+            del self._running[running.job.job_id]
+            self._note_time(running.job, report, running.started)
+            self._end(running.job, report)
+        if self._old_pools:
+            self._drop_old_pools()
 
     def _note_time(self, job: StoreJob | LoadJob, report: JobReport, started: float) -> None:
         stores = isinstance(job, StoreJob)
@@ -254,13 +240,6 @@ class WorkerHalf:
             self._received.add(job.request_id)
             if report.outcome is not JobOutcome.DONE:
                 self._failed.add(job.request_id)
-
-
-def _seems_over(running: Running) -> bool:
-    try:
-        return running.over
-    except Exception:  # the copier will find the same, and says so
-        return True
 
 
 def _open_pool(segment: PoolSegment, backend: Backend) -> MappedPool:

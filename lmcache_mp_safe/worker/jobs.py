@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from threading import Lock
 
-from lmcache_mp_safe.contract import JobReport, LoadJob, ObjectCopy, StoreJob
+from lmcache_mp_safe.contract import LoadJob, ObjectCopy, StoreJob
 from lmcache_mp_safe.geometry.seal import Seal
 from lmcache_mp_safe.ops.contract import Bytes, Completion
 from lmcache_mp_safe.worker.pool import MappedPool
@@ -38,7 +38,6 @@ class Running:
         submitted: nothing will be added to `copies`. Changes once, under the lock.
         failure: why the job will end as failed, once it is over.
         bad_seals: indices of a load's objects whose slot does not hold what was promised.
-        report: the end; set by the copy thread, told by the engine's.
     """
 
     job: StoreJob | LoadJob
@@ -49,7 +48,6 @@ class Running:
     submitted: bool = False
     failure: str | None = None
     bad_seals: tuple[int, ...] = ()
-    report: JobReport | None = None
 
     @property
     def over(self) -> bool:

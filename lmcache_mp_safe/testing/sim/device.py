@@ -46,6 +46,13 @@ class SlowQueue:
     def __init__(self) -> None:
         self._urgent: deque[tuple[Future[None], Callable[..., None], tuple[Any, ...]]] = deque()
         self._usual: deque[tuple[Future[None], Callable[..., None], tuple[Any, ...]]] = deque()
+        self._look: Callable[[], bool] = bool
+
+    def watch(self, look: Callable[[], bool]) -> None:
+        self._look = look
+
+    def hook(self) -> None:
+        """The thread looks when it has run a call, or had none to run."""
 
     def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
         future: Future[None] = Future()
@@ -55,12 +62,13 @@ class SlowQueue:
     def run_one(self) -> bool:
         """Whether there was one."""
         queue = self._urgent or self._usual
-        if not queue:
-            return False
-        future, act, arguments = queue.popleft()
-        act(*arguments)
-        future.set_result(None)
-        return True
+        ran = bool(queue)
+        if queue:
+            future, act, arguments = queue.popleft()
+            act(*arguments)
+            future.set_result(None)
+        self._look()
+        return ran
 
     def shutdown(self) -> None:
         while self.run_one():

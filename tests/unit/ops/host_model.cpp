@@ -36,7 +36,7 @@ void move(const moving::Move* rows, int count, unsigned threads) {
 }
 
 unsigned move_grid(int64_t count, int multiprocessors) { return plan::move_grid(count, multiprocessors); }
-unsigned digest_grid(uint64_t length) { return plan::digest_grid(length); }
+unsigned digest_grid(uint64_t length, int multiprocessors) { return plan::digest_grid(length, multiprocessors); }
 
 int threads() { return moving::kThreads == digesting::kThreads ? moving::kThreads : 0; }
 int parts() { return digesting::kParts; }

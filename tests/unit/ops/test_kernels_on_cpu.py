@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         "digest": (None, [c_void_p, c_int, c_uint64, c_void_p]),
         "move": (None, [c_void_p, c_int, c_uint]),
         "move_grid": (c_uint, [c_int64, c_int]),
-        "digest_grid": (c_uint, [c_uint64]),
+        "digest_grid": (c_uint, [c_uint64, c_int]),
         "move_is_refused": (c_int, [c_uint64, c_int64]),
         "digest_is_refused": (c_int, [c_uint64, c_int64, c_uint64, c_uint64]),
         "split_is_refused": (c_int, [c_void_p, c_int64]),
@@ -144,7 +144,11 @@ def test_grids_are_the_same_in_both_languages(model: ctypes.CDLL) -> None:
     for count in (1, 2, 1055, 1056, 1057, 1 << 30):
         assert model.move_grid(count, 132) == kernels.move_grid(count, 132) == min(count, 1056)
     for length in (1, 16384, 16385, 32 << 14, (32 << 14) + 1, 1 << 40):
-        assert model.digest_grid(length) == kernels.digest_grid(length) == -(-length // (32 << 14))
+        for multiprocessors, most in ((1, 1), (132, 66)):
+            expected = min(-(-length // (32 << 14)), most)
+            assert (
+                model.digest_grid(length, multiprocessors) == kernels.digest_grid(length, multiprocessors) == expected
+            )
 
 
 def test_arguments_that_make_no_sense_are_refused(model: ctypes.CDLL) -> None:

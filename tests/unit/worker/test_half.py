@@ -695,6 +695,38 @@ def test_thread_that_cannot_use_its_device_still_runs_what_it_is_given(caplog: p
     queue.shutdown()
 
 
+def test_no_hook_asks_the_device_whether_a_copy_is_over(segment: PoolSegment) -> None:
+    """While the thread submits, the driver lets nobody in: a question would wait for it."""
+    asked: set[str] = set()
+    gate = threading.Event()
+
+    class Slow:
+        checksums = (7,)
+
+        def done(self) -> bool:
+            asked.add(threading.current_thread().name)
+            return gate.is_set()
+
+    class Noting(ReferenceBackend):
+        def copy_out(self, *arguments: Any) -> Any:
+            super().copy_out(*arguments)
+            return Slow()
+
+    backend = Noting([random_buffer(BUFFER_BYTES).numpy()], "test")
+    rank = Rank(queue=CopyThread(lambda: None), backend=backend)
+    job = StoreJob(JobId(1), ServerEpoch(1), ObjectCopy(DIGEST, CHUNK, (0,)))
+    rank.half.begin_step(StepPlan(1, segment, stores=(job,)))
+    for _ in range(20):
+        rank.half.poll()
+        assert rank.half.take_report() is None
+        time.sleep(0.001)
+    gate.set()
+    assert wait_for_report(rank).outcome is JobOutcome.DONE
+    assert asked
+    assert threading.current_thread().name not in asked
+    rank.half.shutdown()
+
+
 def test_threads_take_shorter_turns_only_while_there_is_something_to_copy() -> None:
     usual = sys.getswitchinterval()
     queue = CopyThread(lambda: None)
