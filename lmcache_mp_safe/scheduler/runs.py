@@ -49,7 +49,13 @@ class Item:
 
 @dataclass
 class Run:
-    """One reservation and the objects in it. `plan_number` is the plan in which its blocks were pinned."""
+    """One reservation and the objects in it.
+
+    Attributes:
+        plan_number: the plan in which its blocks were pinned.
+        call: the reservation, then its commit. reservation: the call that asked for the slots.
+        failed: it will not be committed. copy_failed: a copy into its slots did.
+    """
 
     prefix: Prefix
     items: list[Item]
@@ -59,9 +65,11 @@ class Run:
     state: RunState = RunState.RESERVING
     is_repair: bool = False
     call: CallId | None = None
+    reservation: CallId | None = None
     lease_until: float = 0.0
     jobs: dict[JobId, int] = field(default_factory=dict)  # running job -> index in items
     failed: bool = False
+    copy_failed: bool = False
 
     @property
     def span(self) -> tuple[int, int]:
@@ -69,6 +77,11 @@ class Run:
         if self.is_boundary:
             return 0, len(self.items[0].name.pieces)
         return self.items[0].mark, self.items[-1].mark + 1
+
+    @property
+    def sealed(self) -> bool:
+        """Whether every object is complete, once no job runs."""
+        return self.state in (RunState.COPYING, RunState.COMMITTING) and not self.failed
 
     @property
     def awaits_copy(self) -> bool:

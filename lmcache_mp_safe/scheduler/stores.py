@@ -261,7 +261,7 @@ class Stores:
             self._wire.lookup(session, run.span[1], now)
             self._count(Count.REPAIRS_STARTED)
         else:
-            run.call = self._wire.reserve(session, *run.span, now)
+            run.call = run.reservation = self._wire.reserve(session, *run.span, now)
 
     def _chunk_session(self, prefix: Prefix, chunks: int) -> SessionId:
         progress, digests = prefix.progress, prefix.digests.chunks(chunks)
@@ -362,8 +362,12 @@ class Stores:
         if outcomes != {JobOutcome.DONE}:
             self._count(Setback.COPY_FAILED)
             run.failed = True
-        if run.jobs or run.session not in self._runs:
-            return  # other objects are still being copied, or the server is gone
+            run.copy_failed |= JobOutcome.COPY_FAILED in outcomes
+        if run.jobs:
+            return  # other objects are still being copied
+        if run.session not in self._runs:
+            self._give_back(run, now)  # the server is gone, or only stands still
+            return
         # A run is committed whole or not at all: a commit publishes every slot of its reservation.
         if run.failed or run.state is not RunState.COPYING or now > run.lease_until:
             self._fail(run, now)
@@ -548,7 +552,20 @@ class Stores:
             if run.is_boundary and progress.attempts[key] < MAX_ATTEMPTS:
                 progress.missed_boundaries.add(item.mark)
 
+    def _give_back(self, run: Run, now: float) -> None:
+        """No copy into its slots runs any more. What has no seal is there from now on, to be mended in place."""
+        if run.reservation is None:
+            return
+        if run.copy_failed:  # for a reason that is not known here: /dev/shm may be full
+            self._wire.leave(run.reservation)
+            return
+        self._wire.give_back(run.reservation, now)
+        if not run.sealed:
+            for item in run.items:
+                self._known.poison(item.name.digest)
+
     def _end(self, run: Run, now: float) -> None:
+        self._give_back(run, now)
         self._unpin(run.items)
         runs = self._runs[run.session]
         runs.remove(run)
@@ -575,6 +592,7 @@ class Stores:
         """The server is gone, or left for another namespace. Pins of running jobs wait for the workers' reports."""
         for run in list(self._all_runs()):
             if not run.jobs:
+                self._give_back(run, now)
                 self._unpin(run.items)
         for session in (*self._runs, *self._questions):
             self._wire.close(session, now)  # nothing happens on a server that is gone

@@ -123,7 +123,13 @@ class FakeWire:
         self.writing.clear()
         self.locks.clear()
         self._sessions.clear()
+        self._reservations.clear()
         self._answers = [Lost(self.epoch, "restarted")]
+        self.epoch = ServerEpoch(self.epoch + 1)
+
+    def stand_still(self) -> None:
+        """The server is given up, and goes on at once with everything it has."""
+        self._answers = [Lost(self.epoch, "no answer")]
         self.epoch = ServerEpoch(self.epoch + 1)
 
     def lose_server(self) -> None:
@@ -236,6 +242,14 @@ class FakeWire:
                 self.stored[key] = self.writing.pop(key)
         self._answers.append(Committed(call, session, not self.refuse_commits))
         return call
+
+    def give_back(self, reserve_call: CallId, now: float) -> None:
+        for key in self._reservations.pop(reserve_call, []):
+            self.stored[key] = self.writing.pop(key)
+            self.log.append("give back")
+
+    def leave(self, reserve_call: CallId) -> None:
+        self._reservations.pop(reserve_call, None)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

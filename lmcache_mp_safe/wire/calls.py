@@ -11,6 +11,7 @@ from lmcache_mp_safe.contract import PoolSegment
 from lmcache_mp_safe.ids import ServerEpoch
 from lmcache_mp_safe.wire.connecting import Connection
 from lmcache_mp_safe.wire.events import CallId, SessionId
+from lmcache_mp_safe.wire.sessions import Reservation
 
 
 class Kind(enum.Enum):
@@ -18,7 +19,7 @@ class Kind(enum.Enum):
     RETRIEVE = enum.auto()
     RESERVE = enum.auto()
     COMMIT = enum.auto()
-    SETTLE = enum.auto()  # free, end of a retrieve, end of a session: nobody waits for the answer
+    SETTLE = enum.auto()  # what gives back, and the end of a session: nobody waits for the answer
 
 
 @dataclass
@@ -27,7 +28,9 @@ class Call:
 
     Attributes:
         told: its caller was told that it timed out.
+        given_up: nobody counts on an answer any more.
         inherited: a lookup that an earlier connection sent; it may have been told what was found.
+        reservation: what a commit, or a call that gives back, publishes; `start` is the call that asked for it.
     """
 
     number: CallId
@@ -42,15 +45,9 @@ class Call:
     acknowledged: bool = False  # LOOKUP: the lookup itself is; the future is a status question
     ask_again_at: float = 0.0
     told: bool = False
+    given_up: bool = False
     inherited: bool = False
-
-
-@dataclass(frozen=True)
-class Grant:
-    """A reservation that the server has granted, or may have: its slots are unknown if its answer made no sense."""
-
-    offsets: tuple[int, ...] = ()
-    lease_until: float = 0.0
+    reservation: Reservation | None = None
 
 
 @dataclass
@@ -65,7 +62,7 @@ class Link:
     next_beat: float = 0.0
     doubted: bool = False
     late: int = 0  # calls in `open` that have timed out
-    granted: dict[CallId, Grant] = field(default_factory=dict)  # reservations that were not committed
+    granted: dict[CallId, Reservation] = field(default_factory=dict)  # what it has to publish yet
     open: dict[CallId, Call] = field(default_factory=dict)
 
     def has_room(self, calls: int, most: int) -> bool:
@@ -74,9 +71,9 @@ class Link:
 
     def being_written(self, now: float) -> Iterator[int]:
         """Offsets of slots that are ours to write, for the time of their lease."""
-        for grant in self.granted.values():
-            if now <= grant.lease_until:
-                yield from grant.offsets
+        for reservation in self.granted.values():
+            if now <= reservation.lease_until and not reservation.given_back:
+                yield from reservation.offsets
 
     @property
     def is_still_mapped(self) -> bool:

@@ -20,6 +20,8 @@ class WireConfig:
         lease_s: age at which a reservation is over.
         lock_time_s: age from which read locks are left to the server, which takes them back at 300 s (its
             `--l1-read-ttl-seconds`).
+        write_time_s: age from which reservations are left to the server, which gives their slots to the next writer at
+            600 s (its `--l1-write-ttl-seconds`).
         max_unanswered_calls: no more are queued; when this many have timed out, the server is given up and a new client
             made. LMCache's client thread is shared by the whole process and blocks after about a thousand.
         first_epoch: number of the first epoch.
@@ -33,6 +35,7 @@ class WireConfig:
     heartbeat_s: float = 10.0
     lease_s: float = 60.0
     lock_time_s: float = 240.0
+    write_time_s: float = 480.0
     connect_timeout_s: float = 10.0
     backoff_max_s: float = 30.0
     max_unanswered_calls: int = 256

@@ -1,9 +1,9 @@
 """What a connection that was given up still owes its server.
 
 A server that died is owed nothing, but what was sent before that was noticed may have reached the one that took its
-place. One that only stood still goes on with what it was sent: its lookups take locks, and
-a lookup whose status nobody asks for stays in it for ever. When the next connection leads to the same server, which its
-pool tells, the debts are settled there.
+place. One that only stood still goes on with what it was sent: its lookups take locks, a lookup whose status nobody
+asks for stays in it for ever, and slots that it has granted cannot be stored by anybody until they are published. When
+the next connection leads to the same server, which its pool tells, the debts are settled there.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lmcache_mp_safe.wire.calls import Kind, Link
-from lmcache_mp_safe.wire.events import SessionId
-from lmcache_mp_safe.wire.sessions import Session
+from lmcache_mp_safe.wire.events import CallId, SessionId
+from lmcache_mp_safe.wire.sessions import Reservation, Session
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,27 @@ class Debts:
 def debts_of(link: Link, sessions: Iterable[Session]) -> Debts:
     """What is owed once the link is given up; the sessions are no longer anybody else's.
 
-    A retrieve without an answer is taken to have succeeded: ending one that failed releases nothing. A release without
-    an answer is taken to have arrived: locks are anonymous counts, and a second one would be another reader's.
+    A retrieve without an answer is taken to have succeeded: ending one that failed releases nothing. So is a request
+    for slots. A commit without an answer is said again: a second one publishes nothing. A release without an answer is
+    taken to have arrived: locks are anonymous counts, and a second one would be another reader's.
     """
     owed = {session.number: session for session in sessions}
     lookups: dict[SessionId, UnansweredLookup] = {}
     for call in link.open.values():
+        session = owed.get(call.session)
+        if session is None or call.given_up:
+            continue
         if call.kind is Kind.LOOKUP:
             lookups[call.session] = UnansweredLookup(call.end, call.sent)
         elif call.kind is Kind.RETRIEVE:
-            session = owed.setdefault(call.session, Session(call.session, "", ""))
             session.read(call.key, link.connection.instance, call.sent)
+        elif call.kind is Kind.RESERVE:
+            session.reservations[call.number] = Reservation(
+                call.key, link.connection.instance, call.sent, lease_until=call.sent, given_back=True
+            )
+        elif call.reservation is not None:
+            call.reservation.given_back = True
+            session.reservations[CallId(call.start)] = call.reservation
     for session in owed.values():
         session.running.clear()
         session.closing, session.looking_up = True, None

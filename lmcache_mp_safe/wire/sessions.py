@@ -18,6 +18,25 @@ from lmcache_mp_safe.wire.tokens import encoded_object, token_array
 
 
 @dataclass
+class Reservation:
+    """Slots that the server has granted, or may have, and that are not published yet.
+
+    Attributes:
+        instance: the one that they are noted for.
+        sent: when they were asked for. lease_until: when our own time with them is over.
+        offsets: where they are; unknown if the answer made no sense or never came.
+        given_back: nobody writes into them any more, and nobody is going to commit them.
+    """
+
+    key: Any
+    instance: int
+    sent: float
+    lease_until: float
+    offsets: tuple[int, ...] = ()
+    given_back: bool = False
+
+
+@dataclass
 class Session:
     """A chained sequence under a server session of its own.
 
@@ -28,8 +47,8 @@ class Session:
         locked_at: when the lookup that took them was sent.
         reading: key of the open retrieve, whose commit releases its locks. reader: the instance that it is noted for.
         reading_at: pool offsets of what is being read.
-        reservations: key and lease of each reservation that was answered and not committed.
-        running: calls that were not answered and have not timed out.
+        reservations: those that were not committed, by the call that asked for them.
+        running: calls without an answer; of those that have timed out the ones that may own something on the server.
         looking_up: the lookup that was not answered, timed out or not: its locks are not known yet.
         used: whether the server knows the session.
         after: a session that has to end first.
@@ -44,7 +63,7 @@ class Session:
     reading: Any = None
     reader: int = 0
     reading_at: tuple[int, ...] = ()
-    reservations: dict[CallId, tuple[Any, float]] = field(default_factory=dict)
+    reservations: dict[CallId, Reservation] = field(default_factory=dict)
     running: set[CallId] = field(default_factory=set)
     looking_up: CallId | None = None
     used: bool = False

@@ -20,7 +20,7 @@ from lmcache_mp_safe.errors import LocalError, ServerError
 from lmcache_mp_safe.ids import ServerEpoch
 from lmcache_mp_safe.metrics.counts import CallTime, Failure
 from lmcache_mp_safe.metrics.tally import Tally
-from lmcache_mp_safe.wire.calls import Call, Grant, Kind, Link
+from lmcache_mp_safe.wire.calls import Call, Kind, Link
 from lmcache_mp_safe.wire.config import WireConfig
 from lmcache_mp_safe.wire.connecting import Maker, Target
 from lmcache_mp_safe.wire.debts import Debts, debts_of
@@ -42,14 +42,15 @@ from lmcache_mp_safe.wire.keys import object_key, registration
 from lmcache_mp_safe.wire.pool import PoolView
 from lmcache_mp_safe.wire.replies import check_apart, found_objects, reserved_offsets, retrieved_offsets, said_yes
 from lmcache_mp_safe.wire.salts import wire_salt
-from lmcache_mp_safe.wire.sessions import Session
+from lmcache_mp_safe.wire.sessions import Reservation, Session
 
 logger = logging.getLogger("vllm.lmcache_mp_safe.wire")
 
 # Seconds between two questions for a lookup's status: quick at first, the answer is usually there.
 _STATUS_PACE_S = 0.001
 _LATE_STATUS_PACE_S = 0.1
-# A lookup that has not ended this long after its deadline is given up; the server's lock time settles it.
+# A call without an answer this long after its deadline is given up: what it may own is given back, a lookup that still
+# runs is left to the server's lock time.
 _ORPHAN_S = 60.0
 _FIRST_BACKOFF_S = 0.5
 _SUFFIX_INTS = 2
@@ -182,15 +183,15 @@ class Wire:
     def _say_goodbye(self, link: Link, deadline_s: float) -> None:
         client, last = link.connection.client, None
         self._end_lookups(link, deadline_s)
-        reserved = bool(link.granted) or any(call.kind is Kind.RESERVE for call in link.open.values())
         for session in [*self._sessions.values(), *self._closing.values()]:
+            self._publish(link, session, time.monotonic())
             if session.reading is not None:
                 client.commit_retrieve(session.reading, session.reader)
             for part in session.locked:
                 client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1)
             if session.used:
                 last = client.end_session(session.name)
-        if not reserved:
+        if not link.granted and not any(call.kind is Kind.RESERVE for call in link.open.values()):
             # With slots pending it would publish them, unsealed.
             last = client.unregister_kv_cache_engine_driven_context(link.connection.instance)
         if last is not None:
@@ -267,7 +268,7 @@ class Wire:
             same = debt.inode == link.segment.inode
             for session in debt.sessions:
                 if not same:
-                    session.locked, session.reading = [], None
+                    session.locked, session.reading, session.reservations = [], None, {}
                     if session.number not in debt.lookups:
                         continue
                 lookup = debt.lookups.get(session.number)
@@ -341,9 +342,10 @@ class Wire:
                 continue  # its answers tell what has to be given back
             if not link.has_room(2 + len(session.locked), self._config.max_unanswered_calls):
                 return
+            self._publish(link, session, now)
             if session.reading is not None or session.locked:
                 self._give_back(link, session, now)
-            elif session.after not in self._closing:
+            elif not session.running and not session.reservations and session.after not in self._closing:
                 del self._closing[session.number]
                 if session.used:
                     self._send(link, Kind.SETTLE, session, link.connection.client.end_session(session.name), now)
@@ -359,6 +361,18 @@ class Wire:
         for part in locked:
             freed = client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1)
             self._send(link, Kind.SETTLE, session, freed, now)
+
+    def _publish(self, link: Link, session: Session, now: float) -> None:
+        """Publish what was given back: the server knows no other way to take slots back, and nobody believes an object
+        without its seal. Reservations whose time is over may be another writer's by now."""
+        for number, reservation in list(session.reservations.items()):
+            if now - reservation.sent > self._config.write_time_s:
+                del session.reservations[number]
+            elif reservation.given_back and link.has_room(1, self._config.max_unanswered_calls):
+                del session.reservations[number]
+                link.granted.pop(number, None)
+                future = link.connection.client.commit_store(reservation.key, reservation.instance, b"")
+                self._send(link, Kind.SETTLE, session, future, now, start=number).reservation = reservation
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -434,11 +448,37 @@ class Wire:
         found, link = self._usable(session)
         if found is None or link is None or reserve_call not in found.reservations:
             return self._fail_at_once(session)
-        key, lease_until = found.reservations.pop(reserve_call)
-        if now > lease_until:
+        if now > found.reservations[reserve_call].lease_until:
             raise LocalError(f"commit of reservation {reserve_call} after its lease")
-        future = link.connection.client.commit_store(key, link.connection.instance, b"")
-        return self._send(link, Kind.COMMIT, found, future, now, start=reserve_call).number
+        reservation = found.reservations.pop(reserve_call)
+        future = link.connection.client.commit_store(reservation.key, reservation.instance, b"")
+        call = self._send(link, Kind.COMMIT, found, future, now, start=reserve_call)
+        call.reservation = reservation
+        return call.number
+
+    def give_back(self, reserve_call: CallId, now: float) -> None:
+        """Nobody writes into the slots of this reservation any more, and nobody is going to commit it.
+
+        They are published as they are, which is a miss for whoever finds them: otherwise nothing could be stored there
+        for the server's own time. Also after the session was closed or the server lost; nothing for what was committed.
+        """
+        owner = self._owner_of(reserve_call)
+        if owner is not None:
+            owner.reservations[reserve_call].given_back = True
+            if self._link is not None:
+                self._publish(self._link, owner, now)
+
+    def leave(self, reserve_call: CallId) -> None:
+        """As `give_back`, for slots that may have no memory behind them, which the server must not be made to read.
+        Their range cannot be stored until the server's own time for a write is over."""
+        owner = self._owner_of(reserve_call)
+        if owner is not None:
+            del owner.reservations[reserve_call]
+
+    def _owner_of(self, reserve_call: CallId) -> Session | None:
+        owed = (session for debt in self._debts for session in debt.sessions)
+        everyone = itertools.chain(self._sessions.values(), self._closing.values(), owed)
+        return next((session for session in everyone if reserve_call in session.reservations), None)
 
     def _usable(self, session: SessionId) -> tuple[Session | None, Link | None]:
         link = self._link
@@ -484,6 +524,12 @@ class Wire:
     def _session_of(self, call: Call) -> Session | None:
         return self._sessions.get(call.session) or self._closing.get(call.session)
 
+    def _owner(self, call: Call) -> Session:
+        """The session of a call that may own something: it is there until the call is answered or given up."""
+        session = self._session_of(call)
+        assert session is not None
+        return session
+
     def _advance(self, link: Link, call: Call, now: float) -> None:
         if call.future is None:
             if now >= call.ask_again_at:
@@ -494,23 +540,32 @@ class Wire:
             self._late(link, call, now)
 
     def _late(self, link: Link, call: Call, now: float) -> None:
-        session = self._session_of(call)
         if not call.told:
             self._count_failure(call, FailureKind.TIMEOUT)
             self._tell(call, CallFailed(call.number, call.session, FailureKind.TIMEOUT, f"{call.kind.name} timed out"))
             call.told = link.doubted = True
             link.late += 1
-            if session is not None:
-                session.running.discard(call.number)
-        elif call.kind is Kind.LOOKUP and now > call.deadline + _ORPHAN_S:
-            if call.acknowledged or session is None:
-                self._forget(link, call)
-                return
-            # The answer is lost. A lookup that nobody asks about stays in the server for ever.
+        elif now > call.deadline + _ORPHAN_S and not call.given_up:
+            self._give_up(link, call, now)
+
+    def _give_up(self, link: Link, call: Call, now: float) -> None:
+        """The answer is lost. It stays among those that are late: the client keeps its future until it is closed."""
+        if call.kind is Kind.LOOKUP and not call.acknowledged:
+            # One that nobody asks about stays in the server for ever.
             call.acknowledged, call.deadline = True, now
             self._ask_status(link, call)
+            return
+        self._assume_done(link, call, now)
+        if call.kind is Kind.LOOKUP:
+            self._forget(link, call)
+        else:
+            call.given_up = True
+            self._let_go(call)
 
     def _answered(self, link: Link, call: Call, now: float) -> None:
+        if call.given_up:
+            self._forget(link, call)
+            return
         try:
             answer = call.future.result(0)
             if call.kind is Kind.LOOKUP and not call.acknowledged:
@@ -540,33 +595,39 @@ class Wire:
 
         To give back what the server never gave releases nothing there.
         """
-        session = self._session_of(call)
-        if call.kind is Kind.LOOKUP and session is not None:
-            self._locked(link, call, session, call.end, now)
+        if call.kind is Kind.LOOKUP:
+            self._locked(link, call, call.end, now)
         elif call.kind is Kind.RETRIEVE:
-            self._reading(link, call, session, now)
+            self._reading(link, call, now)
         elif call.kind is Kind.RESERVE:
-            link.granted[call.number] = Grant()
+            self._granted(link, call, (), now)
 
-    def _locked(self, link: Link, call: Call, session: Session, objects: int, now: float) -> None:
+    def _locked(self, link: Link, call: Call, objects: int, now: float) -> None:
         """The lookup's locks are held; nobody waits for those of one that timed out."""
+        session = self._owner(call)
         session.lock(objects, call.sent)
         if call.told and not session.closing:
             self._give_back(link, session, now)
 
-    def _reading(self, link: Link, call: Call, session: Session | None, now: float) -> None:
+    def _reading(self, link: Link, call: Call, now: float) -> None:
         """The retrieve's end is owed: at once where nobody waits for the retrieve any more."""
-        session = session or Session(call.session, "", "")  # closed without waiting: only the end is owed
+        session = self._owner(call)
         if call.told and not session.closing:
             future = link.connection.client.commit_retrieve(call.key, link.connection.instance)
             self._send(link, Kind.SETTLE, session, future, now)
         else:
             session.read(call.key, link.connection.instance, call.sent)
 
+    def _granted(self, link: Link, call: Call, offsets: tuple[int, ...], now: float) -> None:
+        """Slots are the caller's; without a caller, or without a place, they are given back."""
+        session, lease_until = self._owner(call), call.sent + self._config.lease_s
+        unused = call.told or session.closing or not offsets
+        reservation = Reservation(call.key, link.connection.instance, call.sent, lease_until, offsets, unused)
+        link.granted[call.number] = session.reservations[call.number] = reservation
+        self._publish(link, session, now)
+
     def _ask_status(self, link: Link, call: Call) -> None:
-        session = self._session_of(call)
-        assert session is not None
-        call.future = link.connection.client.query_prefetch_status(session.name)
+        call.future = link.connection.client.query_prefetch_status(self._owner(call).name)
 
     def _take(self, link: Link, call: Call, answer: Any, now: float) -> None:
         """A final answer. What was told to be lost is settled, not told again.
@@ -576,39 +637,28 @@ class Wire:
         """
         if not call.inherited:
             self._tally.observe(_TIMES[call.kind], now - call.sent)
-        session = self._session_of(call)
-        size, pool = self._config.object_bytes, link.segment.size
         if call.kind in (Kind.RETRIEVE, Kind.RESERVE) and not link.connection.pool.is_alive:
             self._lose("its shared memory was replaced: the server restarted", now)
         elif call.kind is Kind.LOOKUP:
-            self._take_lookup(link, call, answer, session, now)
+            self._take_lookup(link, call, answer, now)
         elif call.kind is Kind.RETRIEVE:
-            self._take_retrieve(link, call, answer, session, now)
+            self._take_retrieve(link, call, answer, now)
         elif call.kind is Kind.RESERVE:
-            offsets = reserved_offsets(getattr(answer, "context", None), call.start, call.end, size, pool)
-            check_apart(offsets.values(), [*link.being_written(now), *self._being_read()], size)
-            lease_until = call.sent + self._config.lease_s
-            if offsets:
-                link.granted[call.number] = Grant(tuple(offsets.values()), lease_until)
-            if session is not None and not call.told and offsets:
-                session.reservations[call.number] = (call.key, lease_until)
-            self._finish(link, call, Reserved(call.number, call.session, call.start, offsets, lease_until))
+            self._take_reservation(link, call, answer, now)
         elif call.kind is Kind.COMMIT:
             accepted = said_yes(answer)
-            if accepted:
-                link.granted.pop(CallId(call.start), None)
+            link.granted.pop(CallId(call.start), None)
             self._finish(link, call, Committed(call.number, call.session, accepted))
         else:
             self._forget(link, call)
 
-    def _take_lookup(self, link: Link, call: Call, answer: Any, session: Session | None, now: float) -> None:
+    def _take_lookup(self, link: Link, call: Call, answer: Any, now: float) -> None:
         found = found_objects(answer, call.end)
-        if session is not None:
-            # The server frees no more than it noted.
-            self._locked(link, call, session, call.end if call.inherited else found, now)
+        # The server frees no more than it noted.
+        self._locked(link, call, call.end if call.inherited else found, now)
         self._finish(link, call, LookupAnswered(call.number, call.session, found))
 
-    def _take_retrieve(self, link: Link, call: Call, answer: Any, session: Session | None, now: float) -> None:
+    def _take_retrieve(self, link: Link, call: Call, answer: Any, now: float) -> None:
         success = getattr(answer, "success", None)
         if success is False:
             # The server released these locks itself: freeing them as well would strip other readers.
@@ -618,10 +668,18 @@ class Wire:
         count, size = call.end - call.start, self._config.object_bytes
         offsets = retrieved_offsets(getattr(answer, "context", None), count, size, link.segment.size)
         check_apart(offsets, link.being_written(now), size)
-        if session is not None:
-            session.reading_at = offsets
-        self._reading(link, call, session, now)
+        self._owner(call).reading_at = offsets
+        self._reading(link, call, now)
         self._finish(link, call, Retrieved(call.number, call.session, offsets))
+
+    def _take_reservation(self, link: Link, call: Call, answer: Any, now: float) -> None:
+        size = self._config.object_bytes
+        offsets = reserved_offsets(getattr(answer, "context", None), call.start, call.end, size, link.segment.size)
+        check_apart(offsets.values(), [*link.being_written(now), *self._being_read()], size)
+        if offsets:
+            self._granted(link, call, tuple(offsets.values()), now)
+        lease_until = call.sent + self._config.lease_s
+        self._finish(link, call, Reserved(call.number, call.session, call.start, offsets, lease_until))
 
     def _being_read(self) -> Iterator[int]:
         """Offsets of slots that somebody here reads."""
@@ -636,6 +694,10 @@ class Wire:
     def _forget(self, link: Link, call: Call) -> None:
         if link.open.pop(call.number, None) is not None and call.told:
             link.late -= 1
+        self._let_go(call)
+
+    def _let_go(self, call: Call) -> None:
+        """Its session waits for it no longer."""
         session = self._session_of(call)
         if session is not None:
             session.running.discard(call.number)

@@ -146,8 +146,8 @@ def wrong_objects(
             raw = memory.read(stored.offset + part.offset, part.size)
             seal = _seal(raw[part.capacity :])
             expected = None if seal is None else payloads.expected.get((seal.object_digest, rank))
-            if seal is None or expected is None:
-                continue
+            if seal is None or expected is None or seal.rank != rank:
+                continue  # nobody believes it: slots that were given back hold what was there before
             payload = raw[: seal.payload_bytes]
             if _checksum(payload) != seal.checksum:
                 continue  # a reader would notice
@@ -192,13 +192,15 @@ def leftovers_of_the_engine(engine: Engine, half: SchedulerHalf | None, jobs: Jo
 
 
 def leftovers_on_the_server(server: FakeServer) -> Iterator[str]:
-    """No lock, session, lookup, open read."""
+    """No lock, session, lookup, open read, and no slot that nobody can store into."""
+    reserved = [name for name, stored in server.objects.reserved.items() if stored.writing.count]
     locked = [name for name, stored in server.objects.readable.items() if stored.reading.count]
     for what, there in (
         ("locks", locked),
         ("sessions", list(server.sessions)),
         ("lookups that nobody asked about", list(server.lookups)),
         ("open reads", list(server.reads)),
+        ("slots", reserved),
     ):
         if there:
             yield f"{len(there)} {what} are left on the server: {there[:3]}"

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from lmcache_mp_safe.contract import JobOutcome
+from lmcache_mp_safe.contract import JobOutcome, JobReport, StepReport
 from lmcache_mp_safe.geometry.groups import Group, GroupKind
+from lmcache_mp_safe.metrics.counts import Count
 from lmcache_mp_safe.scheduler.half import Role
 from lmcache_mp_safe.scheduler.progress import Prefix, verified_tokens
 from lmcache_mp_safe.scheduler.runs import Run
@@ -439,21 +440,66 @@ def test_granted_slot_waits_for_a_preempted_request_to_compute_its_prefix_again(
     assert sum(entry.startswith("reserve") for entry in world.wire.log) == 1
 
 
-def test_reservation_past_its_lease_is_neither_copied_into_nor_committed() -> None:
+def test_reservation_past_its_lease_is_not_copied_into_but_given_back_and_mended() -> None:
     world = World(groups=(FULL,))
     request = started(world, FakeRequest("r", prompt(BLOCK)))
     world.compute(request, BLOCK)
     world.plan([request])
     world.now += world.wire.lease_s + 1
     assert world.plan([request]).stores == ()
-    world.hold_reports = True
+    assert not world.wire.writing, "nobody could store it for the server's own time"
     world.now += RETRY_S
-    world.wire.writing.clear()
+    for _ in range(6):
+        world.plan([request])
+    assert world.half.counters[Count.OBJECTS_MENDED] == 1
+    assert world.half.num_stored_tokens(request.request_id) == BLOCK
+    world.finish(request)
+    world.settle()
+    world.check_idle()
+
+
+def test_reservation_whose_lease_ends_while_it_is_copied_is_given_back_and_counts_as_nothing() -> None:
+    world = World(groups=(FULL,))
+    world.hold_reports = True
+    request = started(world, FakeRequest("r", prompt(BLOCK)))
+    world.compute(request, BLOCK)
     world.plan([request])
     assert world.plan([request]).stores
     world.now += world.wire.lease_s + 1
+    assert world.wire.writing
     world.report()
     assert not any(entry.startswith("commit") for entry in world.wire.log)
+    assert not world.wire.writing
+    assert world.half.num_stored_tokens(request.request_id) == 0
+
+
+def test_slots_of_a_copy_that_failed_are_not_made_readable() -> None:
+    world = World(groups=(FULL,))
+    world.hold_reports = True
+    request = started(world, FakeRequest("r", prompt(BLOCK)))
+    world.compute(request, BLOCK)
+    world.plan([request])
+    assert world.plan([request]).stores
+    world.report(outcome=JobOutcome.COPY_FAILED)
+    assert world.wire.writing
+    assert not world.wire.stored
+
+
+@pytest.mark.parametrize("outcome", [JobOutcome.DONE, JobOutcome.STALE_EPOCH])
+def test_slots_of_a_server_that_was_given_up_are_given_back_when_the_last_copy_has_ended(outcome: JobOutcome) -> None:
+    world = World(groups=(FULL,))
+    world.hold_reports = True
+    request = started(world, FakeRequest("r", prompt(2 * BLOCK)))
+    world.compute(request, 2 * BLOCK)
+    world.plan([request])
+    first, *others = (job.job_id for job in world.plan([request]).stores)
+    assert others
+    world.wire.stand_still()
+    world.plan()
+    for job in (first, *others):
+        assert "give back" not in world.wire.log
+        world.half.reported(StepReport(jobs=(JobReport(job, 0, outcome),)))
+    assert "give back" in world.wire.log
 
 
 def test_server_restart_forgets_what_was_acknowledged_and_stores_it_again() -> None:

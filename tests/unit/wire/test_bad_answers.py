@@ -80,18 +80,18 @@ class Bench:
         assert found.found == 4
         return session
 
-    def published(self) -> list[Any]:
-        return [name for name in self.server.objects.readable if name.namespace == "ns"]
-
     def check_settled(self) -> None:
-        """Everything is closed; nothing is left here or on the server."""
+        """Everything is given back and closed; nothing is left here or on the server."""
         self.corrupt = {}
+        for session in list(self.wire._sessions.values()):
+            for call in list(session.reservations):
+                self.wire.give_back(call, self.now)
         self.wire.close_in_order(list(self.wire._sessions), self.now)
         self.poll()
         held = self.wire.held()
         assert (held.sessions, held.locks, held.retrieves, held.unanswered) == (0, 0, 0, 0)
         assert self.server.objects.locked(self.server.objects.readable) == []
-        assert self.server.reads == {}
+        assert self.server.reads == self.server.writes == self.server.objects.reserved == {}
         assert self.server.lookups == {}
         assert self.server.sessions == {}
         assert self.wire.up
@@ -181,9 +181,6 @@ def test_a_reservation_that_makes_no_sense_is_a_counted_failure(memory: SharedMe
     bench.wire.reserve(session, 0, 4, bench.now)
     failed(bench)
     bench.check_settled()
-    assert bench.published() == [], "nothing was published"
-    bench.wire.shutdown(0.0)
-    assert bench.published() == [], "nor by an unregistration"
 
 
 @pytest.mark.parametrize("wrong", [*WRONG.items(), *WRONG_SUCCESS.items()], ids=lambda wrong: wrong[0])
@@ -410,6 +407,8 @@ def test_no_answer_whatever_leads_outside_of_the_pool_or_leaves_a_lock(
         return
     if found is None or (type(found) is int and 0 <= found < 4):
         return  # so is one that locks more than it says
+    if any(isinstance(event, Reserved) and not event.offsets for event in events):
+        return  # or grants slots and says that there are none
     bench.check_settled()
 
 

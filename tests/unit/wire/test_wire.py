@@ -17,6 +17,7 @@ from lmcache_mp_safe.metrics.tally import Sample
 from lmcache_mp_safe.testing.fake_client import FakeAnswer, FakeCall, FakeClient, FakeMaker, ServerModel, slots
 from lmcache_mp_safe.wire import (
     CallFailed,
+    CallId,
     Committed,
     Connected,
     FailureKind,
@@ -296,13 +297,50 @@ def test_close_during_a_retrieve_that_fails_neither_commits_nor_frees_its_locks(
     assert not bench.held_anything()
 
 
-def test_close_with_an_open_reservation_only_ends(bench: Bench) -> None:
+def closed_with_a_reservation(bench: Bench) -> CallId:
     session = bench.wire.open(DIGESTS)
-    bench.wire.reserve(session, 0, 1, bench.now)
+    call = bench.wire.reserve(session, 0, 1, bench.now)
     bench.answer("reserve", slots([0], OBJECT, [0]))
     bench.wire.close(session, bench.now)
     bench.settle()
+    return call
+
+
+def test_session_ends_only_when_nobody_writes_into_its_slots_and_they_are_given_back(bench: Bench) -> None:
+    call = closed_with_a_reservation(bench)
+    assert bench.names() == ["reserve"]
+    bench.wire.give_back(call, bench.now)
+    assert bench.client.waiting("commit").arguments == bench.client.sent("reserve")[0].arguments
+    bench.answer("commit", True)
+    bench.settle()
+    assert bench.names() == ["reserve", "commit", "end"]
+    assert not bench.held_anything()
+
+
+def test_slots_that_may_have_no_memory_are_never_published(bench: Bench) -> None:
+    bench.wire.leave(closed_with_a_reservation(bench))
+    bench.settle()
     assert bench.names() == ["reserve", "end"]
+    bench.wire.shutdown(0.0)
+    assert "unregister" not in bench.names(), "which publishes"
+
+
+def test_slots_that_the_server_may_have_given_to_the_next_writer_are_not_published(bench: Bench) -> None:
+    call = closed_with_a_reservation(bench)
+    bench.now += CONFIG.write_time_s + 1
+    bench.wire.give_back(call, bench.now)
+    bench.poll()
+    assert "commit" not in bench.names()
+    assert "end" in bench.names()
+
+
+def test_what_was_committed_is_not_given_back_again(bench: Bench) -> None:
+    session = bench.wire.open(DIGESTS)
+    call = bench.wire.reserve(session, 0, 1, bench.now)
+    bench.answer("reserve", slots([0], OBJECT, [0]))
+    bench.wire.commit(session, call, bench.now)
+    bench.wire.give_back(call, bench.now)
+    assert bench.names().count("commit") == 1
 
 
 def test_close_waits_for_a_commit_before_it_ends(bench: Bench) -> None:
@@ -428,16 +466,17 @@ def test_a_retrieve_that_fails_late_or_never_answers_releases_nothing(bench: Ben
     assert not {"done", "free"} & set(bench.names())
 
 
-def test_a_reservation_that_comes_late_is_never_committed(bench: Bench) -> None:
+def test_a_reservation_that_comes_late_is_given_back_by_itself(bench: Bench) -> None:
     session = bench.wire.open(DIGESTS)
     call = bench.wire.reserve(session, 0, 1, bench.now)
     bench.after(CONFIG.call_timeout_s + 0.1)
     assert bench.answer("reserve", slots([0], OBJECT, [0])) == []
+    assert bench.client.waiting("commit").arguments == bench.client.sent("reserve")[0].arguments
     commit = bench.wire.commit(session, call, bench.now)
     (failed,) = bench.poll()
     assert isinstance(failed, CallFailed)
     assert failed.call == commit
-    assert "commit" not in bench.names()
+    assert bench.names().count("commit") == 1
 
 
 def test_a_timeout_is_told_once(bench: Bench) -> None:

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from lmcache_mp_safe.testing.fake_client import FakeMaker, ServerModel, slots
+from lmcache_mp_safe.testing.received import as_received
 from lmcache_mp_safe.wire import LookupAnswered, Lost, Reserved, Retrieved, SessionId, Wire, WireConfig
 
 OBJECT = 4096
@@ -50,6 +51,7 @@ class WireMachine(RuleBasedStateMachine):
         self.free: dict[SessionId, set[int]] = {}
         self.busy: set[SessionId] = set()  # a retrieve is open or unanswered
         self.reserved: dict[SessionId, list[Reserved]] = {}
+        self.granted: set[object] = set()  # on the server
         self.wire.start(self.now)
         self.poll()
 
@@ -65,6 +67,7 @@ class WireMachine(RuleBasedStateMachine):
     def finish(self) -> None:
         """Close everything, answer everything: nothing may be left."""
         for session in list(self.wire._sessions):
+            self.give_back(session)
             self.wire.close(session, self.now)
         for _ in range(12):
             for call in self.maker.client.open_calls:
@@ -72,6 +75,7 @@ class WireMachine(RuleBasedStateMachine):
             self.now += 0.05
             self.poll()
         self.model.check_settled()
+        assert not self.granted, "slots that nobody can store into"
         held = self.wire.held()
         assert (held.sessions, held.locks, held.retrieves, held.unanswered) == (0, 0, 0, 0)
 
@@ -82,10 +86,13 @@ class WireMachine(RuleBasedStateMachine):
         elif name == "reserve":
             key = call.arguments[0]  # type: ignore[attr-defined]
             self.model.sessions.add(key.request_id)
+            self.granted.add(as_received(key))
             indices = range((key.end - key.start) // CHUNK)
             call.answer(slots([i * OBJECT for i in indices], OBJECT, indices))  # type: ignore[attr-defined]
         elif name == "commit":
-            call.answer(True)  # type: ignore[attr-defined]
+            key = as_received(call.arguments[0])  # type: ignore[attr-defined]
+            call.answer(key in self.granted)  # type: ignore[attr-defined]
+            self.granted.discard(key)
         else:
             self.model.serve(call, fail_retrieve=fail, still_running=running)  # type: ignore[arg-type]
 
@@ -156,7 +163,11 @@ class WireMachine(RuleBasedStateMachine):
         self.wire.close_in_order(some, self.now)
         for session in some:
             self.free.pop(session, None)
-            self.reserved.pop(session, None)
+            self.give_back(session)
+
+    def give_back(self, session: SessionId) -> None:
+        for reserved in self.reserved.pop(session, ()):
+            self.wire.give_back(reserved.call, self.now)
 
     @rule(data=st.data(), fail=st.booleans(), running=st.booleans())
     def answer_one(self, data: st.DataObject, fail: bool, running: bool) -> None:
