@@ -20,6 +20,7 @@ from lmcache_mp_safe.errors import LocalError, ServerError
 from lmcache_mp_safe.ids import ServerEpoch
 from lmcache_mp_safe.metrics.counts import CallTime, Failure
 from lmcache_mp_safe.metrics.tally import Tally
+from lmcache_mp_safe.turns import ShortTurns
 from lmcache_mp_safe.wire.calls import Call, Kind, Link
 from lmcache_mp_safe.wire.config import WireConfig
 from lmcache_mp_safe.wire.connecting import Maker, Target
@@ -101,6 +102,7 @@ class Wire:
         self._making = False
         self._retry_at = 0.0
         self._backoff_s = _FIRST_BACKOFF_S
+        self._turns = ShortTurns()
         self._stopped = False
         self.has_tried = False  # an attempt to connect has ended, one way or the other
         self.why_down = "not connected yet"
@@ -164,6 +166,7 @@ class Wire:
                 self._lose(f"{link.late} calls are unanswered", now)
             if self._link is link and self._closing:
                 self._settle_closing(link, now)
+        self._turns.want(self.unsettled)
         events, self._events = self._events, []
         return events
 
@@ -172,6 +175,7 @@ class Wire:
         if self._stopped:
             return
         self._stopped = True
+        self._turns.want(False)
         link, self._link = self._link, None
         if link is not None:
             self._say_goodbye(link, deadline_s)
@@ -515,6 +519,7 @@ class Wire:
         deadline = now + (self._config.call_timeout_s if timeout_s is None else timeout_s)
         call = Call(number, kind, session.number, future, deadline, start, end, key, sent=now)
         link.open[number] = call
+        self._turns.want(True)
         session.used = True
         session.running.add(number)
         return call

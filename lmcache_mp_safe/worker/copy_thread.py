@@ -8,7 +8,6 @@ is over. So a hook only queues, and all questions are asked by the thread, too.
 from __future__ import annotations
 
 import logging
-import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,11 +15,10 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
 
+from lmcache_mp_safe.turns import ShortTurns
+
 logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
 
-# CPython lets a thread wait this long for the interpreter while another one computes, 5 ms by default. A copy gives it
-# up in a dozen calls of the driver, so beside an engine that polls, a load of 31 objects would wait 600 ms (seen).
-_SWITCH_S = 0.0002
 _LOOK_S = 0.0005  # how often it is asked whether copies are over
 
 _Call = tuple[Future[None], Callable[..., None], tuple[Any, ...]]  # result, function, arguments
@@ -69,7 +67,8 @@ class Inline:
 
 
 class CopyThread:
-    """One thread. While it has something to do, the process's threads take shorter turns.
+    """One thread. While it has something to do, the process's threads take short turns: a copy gives the interpreter up
+    in a dozen calls of the driver, and would wait for it each time.
 
     Whoever submits never waits for it: what both touch, `deque` and `SimpleQueue`, change in one go under the
     interpreter's lock, and a thread that holds a lock of its own may have to wait for that one first.
@@ -79,8 +78,7 @@ class CopyThread:
     """
 
     def __init__(self, enter: Callable[[], None]) -> None:
-        self._usual_s = sys.getswitchinterval()
-        self._short_s = min(self._usual_s, _SWITCH_S)
+        self._turns = ShortTurns()
         self._look: Callable[[], bool] = _nothing
         self._urgent: deque[_Call] = deque()
         self._others: deque[_Call] = deque()
@@ -92,7 +90,7 @@ class CopyThread:
     def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
         future: Future[None] = Future()
         (self._urgent if urgent else self._others).append((future, act, arguments))
-        sys.setswitchinterval(self._short_s)
+        self._turns.want(True)
         self._signals.put(None)
         return future
 
@@ -115,7 +113,7 @@ class CopyThread:
         while True:
             self._wait(under_way=self._look())
             if self._ending:
-                sys.setswitchinterval(self._usual_s)
+                self._turns.want(False)
                 return
             if queue := self._urgent or self._others:
                 _run(*queue.popleft())
@@ -123,9 +121,9 @@ class CopyThread:
     def _wait(self, *, under_way: bool) -> None:
         """Until there is a call, or it is time to look again."""
         if not (under_way or self._urgent or self._others):
-            sys.setswitchinterval(self._usual_s)
-            if self._urgent or self._others:  # submitted meanwhile, and its own change may have come first
-                sys.setswitchinterval(self._short_s)
+            self._turns.want(False)
+            if self._urgent or self._others:  # submitted meanwhile, and its own wish may have come first
+                self._turns.want(True)
         try:
             self._signals.get(timeout=_LOOK_S if under_way else None)
         except Empty:

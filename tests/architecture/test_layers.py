@@ -15,6 +15,7 @@ PACKAGE = ROOT / "lmcache_mp_safe"
 LAYERS = {
     "ids": 0,
     "errors": 0,
+    "turns": 0,
     "contract": 1,
     "geometry": 1,
     "config": 2,
