@@ -545,7 +545,7 @@ class SchedulerHalf:
             return
         for attachment in list(self._retired):
             attachment.wire.poll(now)
-            if not attachment.is_busy:
+            if not attachment.is_busy and not attachment.wire.owes:
                 attachment.wire.shutdown(0.0)
                 self._retired.remove(attachment)
         live = self._live

@@ -67,6 +67,7 @@ class FakeWire:
         lose: kinds of calls ("lookup", "retrieve", "reserve", "commit") whose next answer is lost, in order.
         refuse_commits: commits are answered with False.
         held_back: while True, answers wait.
+        owes: something on the server is not ended yet.
     """
 
     def __init__(self, object_bytes: int, capacity: int = 64, lease_s: float = 60.0) -> None:
@@ -79,7 +80,7 @@ class FakeWire:
         self.locks: Counter[_Key] = Counter()
         self.lose: list[str] = []
         self.refuse_commits = False
-        self.held_back = False
+        self.held_back = self.owes = False
         self.log: list[str] = []
         self.up = True
         self.why_down = ""

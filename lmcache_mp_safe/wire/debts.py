@@ -28,12 +28,13 @@ class UnansweredLookup:
 class Debts:
     """Sessions to be closed on the server that owns the pool with this inode, and their lookups without an answer."""
 
+    since: float
     inode: int
     sessions: tuple[Session, ...]
     lookups: dict[SessionId, UnansweredLookup]
 
 
-def debts_of(link: Link, sessions: Iterable[Session]) -> Debts:
+def debts_of(link: Link, sessions: Iterable[Session], now: float) -> Debts:
     """What is owed once the link is given up; the sessions are no longer anybody else's.
 
     A retrieve without an answer is taken to have succeeded: ending one that failed releases nothing. So is a request
@@ -60,4 +61,4 @@ def debts_of(link: Link, sessions: Iterable[Session]) -> Debts:
     for session in owed.values():
         session.running.clear()
         session.closing, session.looking_up = True, None
-    return Debts(link.segment.inode, tuple(owed.values()), lookups)
+    return Debts(now, link.segment.inode, tuple(owed.values()), lookups)

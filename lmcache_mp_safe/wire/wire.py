@@ -100,7 +100,7 @@ class Wire:
         self._link: Link | None = None
         self._last_epoch = config.first_epoch
         self._making = False
-        self._retry_at = 0.0
+        self._retry_at = self._polled_at = 0.0
         self._backoff_s = _FIRST_BACKOFF_S
         self._turns = ShortTurns()
         self._stopped = False
@@ -133,6 +133,13 @@ class Wire:
         return self._link is not None and any(not call.told for call in self._link.open.values())
 
     @property
+    def owes(self) -> bool:
+        """Whether something is not ended yet: late answers may tell what to give back, and a server that only stands
+        still may be back in time for it."""
+        waits = any(self._polled_at - debt.since <= self._config.write_time_s for debt in self._debts)
+        return waits if self._link is None else bool(self._sessions or self._closing)
+
+    @property
     def unanswered(self) -> int:
         """Calls that wait for an answer, those that timed out included."""
         return 0 if self._link is None else len(self._link.open)
@@ -154,6 +161,7 @@ class Wire:
 
     def poll(self, now: float) -> list[WireEvent]:
         """Take in what has come, look after deadlines and the heartbeat. Never blocks."""
+        self._polled_at = now
         if self._link is None:
             self._poll_making(now)
         link = self._link
@@ -185,18 +193,25 @@ class Wire:
         self._maker.stop(deadline_s)
 
     def _say_goodbye(self, link: Link, deadline_s: float) -> None:
-        client, last = link.connection.client, None
+        client, last, now = link.connection.client, None, self._polled_at
         self._end_lookups(link, deadline_s)
-        for session in [*self._sessions.values(), *self._closing.values()]:
-            self._publish(link, session, time.monotonic())
-            if session.reading is not None:
-                client.commit_retrieve(session.reading, session.reader)
-            for part in session.locked:
-                client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1)
+        # With slots pending an unregistration would publish them, unsealed.
+        may_unregister = not any(call.kind is Kind.RESERVE for call in link.open.values())
+        debts = debts_of(link, [*self._sessions.values(), *self._closing.values()], now)
+        for session in debts.sessions:
+            if (lookup := debts.lookups.get(session.number)) is not None:
+                # One that nobody asks about stays in the server for ever, and it frees no more than it noted.
+                client.query_prefetch_status(session.name)
+                session.locked, session.locked_at = [range(lookup.objects)], lookup.sent
+            self._publish(link, session, now)
+            if now - session.locked_at <= self._config.lock_time_s:
+                if session.reading is not None:
+                    client.commit_retrieve(session.reading, session.reader)
+                for part in session.locked:
+                    client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1)
             if session.used:
                 last = client.end_session(session.name)
-        if not link.granted and not any(call.kind is Kind.RESERVE for call in link.open.values()):
-            # With slots pending it would publish them, unsealed.
+        if may_unregister and not link.granted:
             last = client.unregister_kv_cache_engine_driven_context(link.connection.instance)
         if last is not None:
             last.wait(min(deadline_s, 1.0))
@@ -209,7 +224,8 @@ class Wire:
             while session is not None and (left := end - time.monotonic()) > 0:
                 answer = _result(future) if future is not None and future.wait(left) else None
                 if type(answer) is int:
-                    session.locked = [range(min(answer, call.end))] if answer > 0 else []
+                    session.lock(max(0, min(answer, call.end)), call.sent)
+                    del link.open[call.number]
                     break
                 if future is not None and not future.query():
                     break
@@ -250,7 +266,7 @@ class Wire:
         """The server is gone or not to be trusted: nothing of what was owned there may be used any more."""
         link, self._link = self._link, None
         assert link is not None
-        self._debts.append(debts_of(link, [*self._sessions.values(), *self._closing.values()]))
+        self._debts.append(debts_of(link, [*self._sessions.values(), *self._closing.values()], now))
         self._events = [Lost(link.epoch, why)]
         for call in link.open.values():
             self._count_failure(call, FailureKind.LOST)
@@ -549,6 +565,7 @@ class Wire:
             self._count_failure(call, FailureKind.TIMEOUT)
             self._tell(call, CallFailed(call.number, call.session, FailureKind.TIMEOUT, f"{call.kind.name} timed out"))
             call.told = link.doubted = True
+            call.deadline = now  # an idle engine calls no hook: much time may have passed since the deadline
             link.late += 1
         elif now > call.deadline + _ORPHAN_S and not call.given_up:
             self._give_up(link, call, now)

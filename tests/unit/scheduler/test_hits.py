@@ -462,6 +462,19 @@ def test_after_a_reset_nothing_from_before_is_hit_and_nothing_is_held() -> None:
     assert world.half.pinned_blocks == 0
 
 
+def test_wire_of_before_a_reset_stays_until_all_of_it_is_ended_on_the_server() -> None:
+    world = World()
+    old = world.wire
+    old.owes = True
+    world.half.reset()
+    for _ in range(3):
+        world.plan()
+    assert not old.was_shut_down
+    old.owes = False
+    world.plan()
+    assert old.was_shut_down
+
+
 def test_two_resets_lead_to_two_namespaces() -> None:
     generations: list[str] = []
     world = World()

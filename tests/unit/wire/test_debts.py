@@ -183,6 +183,31 @@ def test_nothing_is_left_on_a_server_that_failed_at_any_call_and_goes_on(
     assert life.hit() == 4
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_nothing_is_left_on_a_server_that_stood_still_when_the_engine_ended_and_goes_on(
+    life: Life, operation: str
+) -> None:
+    life.line.freeze_at = operation
+    sequence = life.wire.open(DIGESTS)
+    life.wire.reserve(sequence, 0, 4, life.now)
+    for event in life.pass_time(1):
+        if isinstance(event, Reserved):
+            life.wire.commit(sequence, event.call, life.now)
+    life.close(sequence)
+    session = life.wire.open(DIGESTS)
+    life.wire.lookup(session, 4, life.now)
+    if any(isinstance(event, LookupAnswered) for event in life.pass_time(1)):
+        life.wire.free(session, 0, 1, life.now)
+        life.wire.retrieve(session, 1, 4, life.now)
+        if any(isinstance(event, Retrieved) for event in life.pass_time(1)):
+            life.wire.done_reading(session, life.now)
+            life.close(session)
+    assert life.line.struck
+    life.wire.shutdown(0.0)
+    life.line.thaw()
+    assert life.left() == {}
+
+
 @pytest.mark.parametrize("operation", ["prepare_store", "commit_store"])
 def test_a_wire_that_gives_no_slots_back_is_noticed(
     life: Life, operation: str, monkeypatch: pytest.MonkeyPatch

@@ -432,6 +432,20 @@ def test_a_lookup_whose_answer_is_lost_is_asked_about_before_it_is_given_up(benc
     assert "end" in bench.names()
 
 
+def test_a_lookup_is_not_given_up_before_an_engine_that_was_idle_has_heard_its_status(bench: Bench) -> None:
+    session = bench.wire.open(DIGESTS)
+    bench.wire.lookup(session, 6, bench.now)
+    bench.wire.close(session, bench.now)
+    bench.client.waiting("lookup").answer(None)
+    bench.after(1000.0)
+    bench.poll()
+    bench.answer("register", bench.maker.registered())
+    bench.answer("status", 4)
+    bench.settle()
+    assert bench.client.sent("end")
+    assert not bench.held_anything()
+
+
 def test_a_lookup_is_not_ended_while_its_status_is_unknown(bench: Bench) -> None:
     session = bench.wire.open(DIGESTS)
     bench.wire.lookup(session, 6, bench.now)
