@@ -59,7 +59,7 @@ test-server: venv
 test-engine: venv
 	$(NEW)/bin/python -m pytest -m "engine and not gpu and not faults" $(PYTEST_ARGS)
 
-# Real faults at every moment of a request.
+# Real faults at every moment of a request; some of them are part of test-engine too.
 test-faults: venv
 	$(NEW)/bin/python -m pytest tests/engine/faults $(PYTEST_ARGS)
 

@@ -65,7 +65,7 @@ class EngineProcess:
         log: Path | None = None,
         start_deadline_s: float = START_DEADLINE_S,
     ) -> None:
-        self.log = log if log is not None else Path(tempfile.mkstemp(prefix="engine-", suffix=".log")[1])
+        self.log = log if log is not None else _new_log()
         request_read, request_write = os.pipe()
         reply_read, reply_write = os.pipe()
         with self.log.open("wb") as output:
@@ -189,6 +189,12 @@ class EngineProcess:
         return "\n".join(
             [f"engine process {self.pid} ended ({when}), status {self._process.poll()}; {self.log}:", *lines]
         )
+
+
+def _new_log() -> Path:
+    descriptor, name = tempfile.mkstemp(prefix="engine-", suffix=".log")
+    os.close(descriptor)
+    return Path(name)
 
 
 def _environment(changes: dict[str, str | None]) -> dict[str, str]:

@@ -13,9 +13,10 @@ from lmcache_mp_safe.testing.stand import DEADLINES, Stand, prompt_of
 
 @pytest.fixture(scope="module")
 def stand(request: pytest.FixtureRequest, make_spec: Callable[..., EngineSpec]) -> Iterator[Stand]:
-    """A module may say how large the server's pool is."""
+    """A module may say how large the server's pool is, and how the engine speculates."""
+    speculation = getattr(request.module, "SPECULATION", "none")
     with (
         LMCacheServer(l1_size_gb=getattr(request.module, "POOL_GB", 0.25)) as own,
-        Engine(make_spec(extra={"lmcache.mp.port": own.port, **DEADLINES})) as engine,
+        Engine(make_spec(extra={"lmcache.mp.port": own.port, **DEADLINES}, speculation=speculation)) as engine,
     ):
         yield Stand.of(engine, own, prompt_of(31))
