@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from lmcache_mp_safe.verify.traffic import WORDS
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
@@ -98,12 +100,14 @@ def verify(
         str | None, typer.Option(help="The same model without the connector; the same server if left out.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Its name; the first of /v1/models if left out.")] = None,
+    baseline_model: Annotated[str | None, typer.Option(help="Its name on the baseline, where it differs.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Prompts; each is asked four times.")] = 60,
     minutes: Annotated[float | None, typer.Option(min=0, help="Go on for so long, instead of --requests.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Sessions at a time.")] = 4,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each request.")] = 64,
     near_tie: Annotated[float, typer.Option(min=0, help="Nats up to which a difference is a near-tie.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Of the generated sessions.")] = 0,
+    words: Annotated[int, typer.Option(min=1, help="About how many the longest generated prompt has.")] = WORDS,
     chats: Annotated[Path | None, typer.Option(help="JSONL of chats to replay instead.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for each request.")] = 300,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
@@ -121,7 +125,20 @@ def verify(
     settings = Settings(None if minutes is not None else requests, minutes, concurrency, max_tokens, near_tie)
     raise typer.Exit(
         run_verify(
-            VerifyOptions(url, baseline_url, model, settings, seed, chats, timeout, json_file, html_file, self_test)
+            VerifyOptions(
+                url=url,
+                baseline_url=baseline_url,
+                model=model,
+                baseline_model=baseline_model,
+                settings=settings,
+                seed=seed,
+                words=words,
+                chats=chats,
+                timeout_s=timeout,
+                json_file=json_file,
+                html_file=html_file,
+                self_test=self_test,
+            )
         )
     )
 

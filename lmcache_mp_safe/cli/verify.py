@@ -15,10 +15,10 @@ from rich.table import Table
 
 from lmcache_mp_safe.errors import SafeError
 from lmcache_mp_safe.verify.client import Client
-from lmcache_mp_safe.verify.judge import EXIT_STATUS
+from lmcache_mp_safe.verify.judge import EXIT_STATUS, Verdict
 from lmcache_mp_safe.verify.page import page
 from lmcache_mp_safe.verify.report import as_values, show
-from lmcache_mp_safe.verify.run import Result, Settings, run
+from lmcache_mp_safe.verify.run import Result, Settings, run, targets
 from lmcache_mp_safe.verify.self_test import self_test
 from lmcache_mp_safe.verify.traffic import Session, chats, generated
 
@@ -34,8 +34,10 @@ class VerifyOptions:
     url: str | None
     baseline_url: str | None
     model: str | None
+    baseline_model: str | None
     settings: Settings
     seed: int
+    words: int
     chats: Path | None
     timeout_s: float
     json_file: Path | None
@@ -54,17 +56,26 @@ def run_verify(options: VerifyOptions) -> int:
         console.print("verify: --url is missing: the address of the server under test", markup=False)
         return TROUBLE
     try:
-        sessions = chats(options.chats) if options.chats is not None else generated(options.seed)
+        sessions = chats(options.chats) if options.chats is not None else generated(options.seed, options.words)
         result = asyncio.run(_run(options, options.url, sessions))
     except SafeError as error:
         console.print(f"verify: {error}", markup=False)
         return TROUBLE
+    show(console, result)
+    try:
+        _write(options, result)
+    except OSError as error:
+        console.print(f"verify: what was measured could not be written: {error}", markup=False)
+        return TROUBLE
+    verdict = result.judgement().verdict
+    return TROUBLE if result.ended_early and verdict is not Verdict.CORRUPT else EXIT_STATUS[verdict]
+
+
+def _write(options: VerifyOptions, result: Result) -> None:
     if options.json_file is not None:
-        options.json_file.write_text(json.dumps(as_values(result), indent=1) + "\n")
+        options.json_file.write_text(json.dumps(as_values(result), indent=1, allow_nan=False) + "\n")
     if options.html_file is not None:
         options.html_file.write_text(page(result))
-    show(console, result)
-    return EXIT_STATUS[result.judgement().verdict]
 
 
 async def _run(options: VerifyOptions, url: str, sessions: Iterable[Session]) -> Result:
@@ -74,8 +85,8 @@ async def _run(options: VerifyOptions, url: str, sessions: Iterable[Session]) ->
         Client(url, key=key, timeout_s=options.timeout_s) as subject,
         Client(baseline_url, key=baseline_key, timeout_s=options.timeout_s) as baseline,
     ):
-        model = options.model or await subject.first_model()
-        return await run(subject, baseline, model, sessions, options.settings, _say)
+        tested, measure = await targets(subject, baseline, options.model, options.baseline_model)
+        return await run(tested, measure, sessions, options.settings, _say)
 
 
 def _say(what: str, done: int) -> None:

@@ -3,6 +3,9 @@
 Two things are told apart. A **far divergence**, a token that the baseline would hardly have said, is not a matter of
 rates while the control has none: rounding does not do that. Where the control has some too, and for flaws that a model
 may have of its own, the rates are compared by Fisher's exact test.
+
+**Another token**, near-tie or not, may be more frequent on a hit, since its sums come out differently: so it counts
+only against a control that had hits too, and is never called corruption.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from lmcache_mp_safe.verify.checks import Comparison, Flaw, Kind
 
 LEAST_CONTROLS = 10
 CORRUPT_P, SUSPICIOUS_P = 0.01, 0.2
+_FAR, _OTHER = "far divergence", "another token"
 
 
 class Verdict(enum.StrEnum):
@@ -45,17 +49,31 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class Hits:
+    """What was tested: without hits there was nothing to see.
+
+    Attributes:
+        answers: tested answers with cached tokens, local or external. external_tokens: those that the connector
+            brought. None where the server does not say.
+    """
+
+    answers: int | None
+    external_tokens: int | None
+
+
+@dataclass(frozen=True)
 class Judgement:
     verdict: Verdict
     why: str
-    rates: tuple[Rate, ...]
+    rates: Sequence[Rate]
 
 
-def judge(tested: Sequence[Comparison], control: Sequence[Comparison], hits: int | None) -> Judgement:
-    """The verdict on a run. `hits` counts tested answers with cached tokens; None where the server does not say."""
-    rates = tuple(_rate(what, tested, control) for what in ("far divergence", *Flaw))
-    far = rates[0]
-    worst = min(rates, key=lambda rate: rate.p)
+def judge(
+    tested: Sequence[Comparison], control: Sequence[Comparison], hits: Hits, *, control_has_hits: bool
+) -> Judgement:
+    """The verdict on a run. Whether the control had hits of vLLM's own prefix cache: see above."""
+    rates = other, far, *_ = [_rate(what, tested, control) for what in (_OTHER, _FAR, *Flaw)]
+    worst = min(rates[1:], key=lambda rate: rate.p)
     if far.tested and not far.control and far.of_control >= LEAST_CONTROLS:
         return Judgement(
             Verdict.CORRUPT,
@@ -67,15 +85,17 @@ def judge(tested: Sequence[Comparison], control: Sequence[Comparison], hits: int
         return Judgement(Verdict.CORRUPT, f"{worst.what}: {_words(worst)}", rates)
     if far.tested > far.control or worst.p < SUSPICIOUS_P:
         return Judgement(Verdict.SUSPICIOUS, f"{worst.what}: {_words(worst)}: ask more requests", rates)
+    if control_has_hits and other.p < CORRUPT_P:
+        why = f"{other.what}, though one as good as the baseline's: {_words(other)}: more than vLLM's own hits do"
+        return Judgement(Verdict.SUSPICIOUS, why, rates)
     if len(control) < LEAST_CONTROLS:
         return Judgement(Verdict.UNDECIDED, f"{len(control)} control answers, {LEAST_CONTROLS} are needed", rates)
-    if not hits:
-        why = "no answer is known to have used a cached token, so nothing was tested: see the notes"
+    if hits.external_tokens == 0 or not hits.answers:
+        why = "no answer is known to rest on a token that the connector brought, so nothing was tested: see the notes"
         return Judgement(Verdict.UNDECIDED, why, rates)
+    on = f"{hits.answers} on a hit" + (f", {hits.external_tokens} external tokens" if hits.external_tokens else "")
     return Judgement(
-        Verdict.CLEAN,
-        f"{len(tested)} answers, {hits} on a hit, differ from the baseline no more than the baseline from itself",
-        rates,
+        Verdict.CLEAN, f"{len(tested)} answers ({on}) leave the baseline no more than the baseline leaves itself", rates
     )
 
 
@@ -87,7 +107,9 @@ def _rate(what: str, tested: Sequence[Comparison], control: Sequence[Comparison]
 
 
 def _shows(comparison: Comparison, what: str) -> bool:
-    return comparison.kind is Kind.FAR if what == "far divergence" else what in comparison.flaws
+    if what == _OTHER:
+        return comparison.position is not None
+    return comparison.kind is Kind.FAR if what == _FAR else what in comparison.flaws
 
 
 def _words(rate: Rate) -> str:

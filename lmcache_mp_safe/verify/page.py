@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -9,7 +10,7 @@ from lmcache_mp_safe.verify.checks import Kind
 from lmcache_mp_safe.verify.report import ttft_medians
 from lmcache_mp_safe.verify.run import Result
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 860, 260, 70, 40, 14, 16
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 860, 260, 70, 40, 14, 30
 _SHOWN = 20
 
 # (x, y, class, title)
@@ -155,12 +156,20 @@ def _times(result: Result) -> list[Point]:
     ]
 
 
+def _ceiling(value: float) -> float:
+    """Where an axis ends that has to reach `value`: round, and so are its quarters."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1, 2, 4, 8, 10) if step * power >= value)
+
+
 def _plot(points: Sequence[Point], across: str, up: str, caption: str) -> str:
     """A scatter plot from the origin."""
     if not points:
         return "<p>Not measured: see the notes.</p>"
     finite = [y for _, y, _, _ in points if y != float("inf")]
-    right, top = max(x for x, *_ in points) or 1.0, max(finite, default=0.0) or 1.0
+    right, top = _ceiling(max(x for x, *_ in points)), _ceiling(max(finite, default=0.0))
     plot_width, plot_height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _BOTTOM - _TOP
 
     def place(x: float, y: float) -> tuple[float, float]:

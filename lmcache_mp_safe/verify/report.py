@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from typing import Any
 
@@ -25,16 +26,23 @@ def as_values(result: Result) -> dict[str, Any]:
         "settings": dataclasses.asdict(result.settings),
         "seconds": round(result.seconds, 1),
         "prompts": len(result.rows),
-        "hits": result.hits,
+        "hits": result.hits.answers,
+        "external_tokens": result.external_tokens,
         "notes": result.notes,
         "rates": [dataclasses.asdict(rate) for rate in judgement.rates],
         "ttft_s": ttft_medians(result),
-        "answers": [_answer_values(row, name, *pair) for row in result.rows for name, pair in _answers(row)],
+        "answers": [_answer_values(row, *answer) for row in result.rows for answer in _answers(row)],
     }
 
 
-def _answers(row: Row) -> list[tuple[str, tuple[Answer, Comparison]]]:
-    return [("first", (row.first, row.first_comparison)), ("again", (row.again, row.again_comparison))]
+def _answers(row: Row) -> list[tuple[str, Answer, Comparison]]:
+    """Each answer to one prompt, with what it was found to be; the baseline's is the measure."""
+    return [
+        ("baseline", row.baseline, Comparison(Kind.SAME)),
+        ("control", row.control, row.control_comparison),
+        ("first", row.first, row.first_comparison),
+        ("again", row.again, row.again_comparison),
+    ]
 
 
 def _answer_values(row: Row, name: str, answer: Answer, comparison: Comparison) -> dict[str, Any]:
@@ -47,13 +55,18 @@ def _answer_values(row: Row, name: str, answer: Answer, comparison: Comparison) 
         "at_s": round(answer.at_s, 2),
         "kind": comparison.kind.value,
         "position": comparison.position,
-        "distance_nats": round(comparison.distance_nats, 4),
-        "drift_nats": round(comparison.drift_nats, 4),
+        "distance_nats": _nats(comparison.distance_nats),
+        "drift_nats": _nats(comparison.drift_nats),
         "flaws": sorted(comparison.flaws),
     }
     if comparison.kind is Kind.FAR or comparison.flaws:
         values |= {"said": answer.text, "baseline_said": row.baseline.text}
     return values
+
+
+def _nats(distance: float) -> float | None:
+    """None where a server's log-probability was not a number: JSON has no word for it."""
+    return round(distance, 4) if math.isfinite(distance) else None
 
 
 def ttft_medians(result: Result) -> dict[str, float | None]:
@@ -70,7 +83,8 @@ def ttft_medians(result: Result) -> dict[str, float | None]:
 def show(console: Console, result: Result) -> None:
     """The verdict, the rates and the times."""
     judgement = result.judgement()
-    table = Table(title=f"{result.url} against {result.baseline_url}, model {result.model}")
+    console.print(f"{result.url} against {result.baseline_url}, model {result.model}", markup=False, highlight=False)
+    table = Table()
     table.add_column("seen in")
     for column in ("tested answers", "control answers", "p"):
         table.add_column(column, justify="right")
@@ -83,5 +97,5 @@ def show(console: Console, result: Result) -> None:
     )
     console.print(f"median time to first token, s: {times}", markup=False)
     for note in result.notes:
-        console.print(note, markup=False)
+        console.print(f"note: {note}", markup=False, highlight=False)
     console.print(f"{judgement.verdict}: {judgement.why}", markup=False)

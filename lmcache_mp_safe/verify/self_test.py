@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from lmcache_mp_safe.verify.client import Client
 from lmcache_mp_safe.verify.judge import Verdict
-from lmcache_mp_safe.verify.run import Settings, run
+from lmcache_mp_safe.verify.run import Settings, Target, run
 from lmcache_mp_safe.verify.stub import Fault, Stub
 from lmcache_mp_safe.verify.traffic import generated
 
 REQUESTS = 20
+_WORDS = 200  # the stub's model is a hash of the whole prompt for each token
 _FAULTY = 27  # of the 40 answers under test
 _TIMEOUT_S = 30.0
 
@@ -21,6 +22,7 @@ EXPECTED: tuple[tuple[Fault | None, Verdict], ...] = (
     (Fault.WRONG_STATE, Verdict.CORRUPT),
     (Fault.REPLACEMENT, Verdict.CORRUPT),
     (Fault.DRIFT, Verdict.CORRUPT),
+    (Fault.NOT_A_NUMBER, Verdict.CORRUPT),
 )
 
 
@@ -48,6 +50,8 @@ async def _trial(fault: Fault | None, expected: Verdict) -> Trial:
         Client("http://baseline.invalid", timeout_s=_TIMEOUT_S, transport=without.transport()) as baseline,
     ):
         settings = Settings(requests=REQUESTS)
-        result = await run(subject, baseline, "stub", generated(0), settings, lambda *_: None)
+        result = await run(
+            Target(subject, "stub"), Target(baseline, "stub"), generated(0, _WORDS), settings, lambda *_: None
+        )
     judgement = result.judgement()
     return Trial(fault, expected, judgement.verdict, judgement.why)

@@ -25,6 +25,7 @@ class Fault(enum.StrEnum):
     REPLACEMENT = "U+FFFD"
     NEAR_TIE = "near-tie"  # two tokens that are as good as equal change places; no fault
     DRIFT = "drift"  # the same tokens with other log-probabilities
+    NOT_A_NUMBER = "not a number"  # the same tokens with no log-probability at all
 
 
 @dataclass
@@ -36,6 +37,10 @@ class Stub:
     asked: int = 0
     seen: set[str] = field(default_factory=set)
     says_cached: bool = True
+    has_metrics: bool = True
+    external_share: float = 1.0  # of the cached tokens, what a connector brought
+    ends_after: int | None = None  # chats
+    external_tokens: int = 0
 
     def transport(self) -> httpx.AsyncBaseTransport:
         return httpx.MockTransport(self._handle)
@@ -43,11 +48,15 @@ class Stub:
     def _handle(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "stub"}]})
+        if request.url.path == "/metrics" and self.has_metrics:
+            return httpx.Response(200, text=f"vllm:external_prefix_cache_hits_total {self.external_tokens}\n")
         if request.url.path != "/v1/chat/completions":
             return httpx.Response(404)
         body = json.loads(request.content)
         fault = self.fault if self.asked == self.faulty else None
         self.asked += 1
+        if self.asked == self.ends_after:
+            raise httpx.RemoteProtocolError("the server ended")
         return httpx.Response(200, text="".join(f"data: {event}\n\n" for event in self._stream(body, fault)))
 
     def _stream(self, body: dict[str, Any], fault: Fault | None) -> Iterable[str]:
@@ -55,8 +64,10 @@ class Stub:
         key = f"{body['cache_salt']}{json.dumps(body['messages'][0])}"
         length = len(prompt) // 4
         usage: dict[str, Any] = {"prompt_tokens": length}
+        cached = length // 2 if key in self.seen else 0
+        self.external_tokens += round(cached * self.external_share)
         if self.says_cached:
-            usage["prompt_tokens_details"] = {"cached_tokens": length // 2 if key in self.seen else 0}
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
         self.seen.add(key)
         count = min(int(body["max_tokens"]), 24)
         for place in range(count):
@@ -83,5 +94,6 @@ def _token(prompt: str, place: int, fault: Fault | None) -> tuple[str, dict[str,
         words[0], words[1] = words[1], words[0]
     elif fault is Fault.DRIFT:
         sure = [-2.0, -2.1, _UNSURE]
-    best = [{"token": word, "logprob": logprob} for word, logprob in zip(words, sure, strict=True)]
+    logprobs = [None] * len(sure) if fault is Fault.NOT_A_NUMBER else sure
+    best = [{"token": word, "logprob": logprob} for word, logprob in zip(words, logprobs, strict=True)]
     return words[0], {**best[0], "top_logprobs": best}

@@ -22,8 +22,11 @@ from lmcache_mp_safe.errors import ConfigError
 
 Message = tuple[str, str]  # role, content
 
+WORDS = 6000  # several blocks of any model: those of Qwen3-Next have 1,616 tokens
 _TURNS = 4
-_TOOLS, _TURN_WORDS, _ANSWER_WORDS = 12, (60, 220), (20, 60)
+# Of the longest prompt: what the system prompt has, and the least and the most of one turn and of one answer.
+_SYSTEM_SHARE, _TURN_SHARE, _ANSWER_SHARE = 0.4, (0.06, 0.16), (0.02, 0.04)
+_TOOL_WORDS = 18
 _WORDS = """
     account archive balance branch budget cache change client column commit copy count daily deploy error event
     field  file filter folder graph group index invoice issue job key label limit list log machine memory merge
@@ -50,28 +53,37 @@ class Request:
 Session = tuple[Request, ...]
 
 
-def generated(seed: int) -> Iterator[Session]:
-    """Sessions without end."""
-    system: Message = ("system", _tools(random.Random(seed)))
+def generated(seed: int, words: int = WORDS) -> Iterator[Session]:
+    """Sessions without end; the longest prompt has about this many words, a token or more each."""
+    system: Message = ("system", _tools(random.Random(seed), round(words * _SYSTEM_SHARE)))
     for number in itertools.count():
-        yield tuple(_session(random.Random(f"{seed}-{number}"), number, system))
+        yield tuple(_session(random.Random(f"{seed}-{number}"), number, system, words))
 
 
-def _session(rng: random.Random, number: int, system: Message) -> Iterator[Request]:
+def _session(rng: random.Random, number: int, system: Message, words: int) -> Iterator[Request]:
     history: list[Message] = []
     for turn in range(_TURNS):
         if turn == _TURNS - 1:  # compaction
             history = [("user", f"Summary of the work so far: {_text(rng, 40)}"), ("assistant", "Understood.")]
-        asked: Message = ("user", f"{_text(rng, rng.randint(*_TURN_WORDS))} What next?")
+        asked: Message = ("user", f"{_text(rng, _some(rng, words, _TURN_SHARE))} What next?")
         yield Request(number, turn, (system, *history, asked))
-        history += [asked, ("assistant", _text(rng, rng.randint(*_ANSWER_WORDS)))]
+        history += [asked, ("assistant", _text(rng, _some(rng, words, _ANSWER_SHARE)))]
     retry: Message = ("user", f"{_text(rng, 30)} Try again, in another way.")
     yield Request(number, _TURNS, (system, *history[:-2], retry))
 
 
-def _tools(rng: random.Random) -> str:
-    tools = (f"- {rng.choice(_WORDS)}_{rng.choice(_WORDS)}(arguments): {_text(rng, 18)}" for _ in range(_TOOLS))
+def _tools(rng: random.Random, words: int) -> str:
+    """Descriptions of as many tools as it takes for so many words."""
+    tools = (
+        f"- {rng.choice(_WORDS)}_{rng.choice(_WORDS)}(arguments): {_text(rng, _TOOL_WORDS)}"
+        for _ in range(0, words, _TOOL_WORDS)
+    )
     return "You are a careful assistant with these tools.\n" + "\n".join(tools)
+
+
+def _some(rng: random.Random, words: int, share: tuple[float, float]) -> int:
+    least, most = (max(1, round(words * part)) for part in share)
+    return rng.randint(least, most)
 
 
 def _text(rng: random.Random, words: int) -> str:

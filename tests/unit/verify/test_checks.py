@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 
 from lmcache_mp_safe.verify.checks import Answer, Flaw, Kind, Token, compare, flaws
-from lmcache_mp_safe.verify.judge import Verdict, fisher, judge
+from lmcache_mp_safe.verify.judge import Hits, Verdict, fisher
+from lmcache_mp_safe.verify.judge import judge as judge_against
 
 
 def answer(*tokens: Token, text: str | None = None, finish: str = "length") -> Answer:
@@ -60,7 +62,7 @@ def test_token_that_one_of_the_two_would_hardly_have_said_is_far(other: Token) -
     assert compare(answer(other), answer(SURE)).kind is Kind.FAR
 
 
-@pytest.mark.parametrize("logprob", [-3.0, math.nan])
+@pytest.mark.parametrize("logprob", [-3.0, -math.inf, math.nan])
 def test_same_tokens_with_log_probabilities_of_another_prefix_are_far(logprob: float) -> None:
     found = compare(answer(SURE), answer(Token("yes", logprob, SURE.best)))
     assert (found.kind, found.position) == (Kind.FAR, None)
@@ -71,31 +73,44 @@ def test_end_that_the_other_server_was_sure_not_to_reach_is_far() -> None:
     assert compare(answer(SURE, TIED), answer(SURE)).kind is Kind.NEAR_TIE
 
 
+HITS = Hits(20, 12800)
 SAME = compare(answer(SURE), answer(SURE))
+judge = functools.partial(judge_against, control_has_hits=True)
 FAR = compare(answer(SURE), answer(OTHERWISE))
 TIE = compare(answer(TIED), answer(TIED_OTHERWISE))
 
 
 def test_one_far_answer_is_corruption_while_the_control_has_none() -> None:
-    assert judge([SAME] * 39 + [FAR], [SAME] * 20, hits=20).verdict is Verdict.CORRUPT
+    assert judge([SAME] * 39 + [FAR], [SAME] * 20, hits=HITS).verdict is Verdict.CORRUPT
 
 
 def test_far_answers_at_the_controls_own_rate_are_no_corruption() -> None:
-    assert judge([SAME] * 38 + [FAR] * 2, [SAME] * 18 + [FAR] * 2, hits=20).verdict is Verdict.CLEAN
-    assert judge([SAME] * 20 + [FAR] * 20, [SAME] * 19 + [FAR], hits=20).verdict is Verdict.CORRUPT
+    assert judge([SAME] * 38 + [FAR] * 2, [SAME] * 18 + [FAR] * 2, hits=HITS).verdict is Verdict.CLEAN
+    assert judge([SAME] * 20 + [FAR] * 20, [SAME] * 19 + [FAR], hits=HITS).verdict is Verdict.CORRUPT
 
 
-def test_near_ties_are_clean_however_many() -> None:
-    assert judge([TIE] * 40, [SAME] * 20, hits=20).verdict is Verdict.CLEAN
+def test_near_ties_count_only_against_a_control_that_had_hits_too_and_are_never_corruption() -> None:
+    assert judge([TIE] * 40, [SAME] * 20, hits=HITS, control_has_hits=False).verdict is Verdict.CLEAN
+    assert judge([TIE] * 40, [SAME] * 20, hits=HITS).verdict is Verdict.SUSPICIOUS
+    assert judge([TIE] * 40, [TIE] * 18 + [SAME] * 2, hits=HITS).verdict is Verdict.CLEAN
+    assert judge([TIE] * 4 + [SAME] * 36, [SAME] * 20, hits=HITS).verdict is Verdict.CLEAN
 
 
-@pytest.mark.parametrize(("controls", "hits"), [(20, 0), (20, None), (9, 9)])
-def test_run_without_hits_or_with_too_few_controls_decides_nothing(controls: int, hits: int | None) -> None:
+@pytest.mark.parametrize(
+    ("controls", "hits"),
+    [
+        (20, Hits(0, None)),
+        (20, Hits(None, None)),
+        (20, Hits(20, 0)),  # all of them vLLM's own
+        (9, HITS),
+    ],
+)
+def test_run_without_hits_or_with_too_few_controls_decides_nothing(controls: int, hits: Hits) -> None:
     assert judge([SAME] * 40, [SAME] * controls, hits).verdict is Verdict.UNDECIDED
 
 
 def test_too_few_controls_make_a_far_answer_suspicious_only() -> None:
-    assert judge([FAR] + [SAME] * 9, [SAME] * 5, hits=5).verdict is Verdict.SUSPICIOUS
+    assert judge([FAR] + [SAME] * 9, [SAME] * 5, hits=HITS).verdict is Verdict.SUSPICIOUS
 
 
 def test_fishers_test_agrees_with_the_ladys_cups_of_tea() -> None:
