@@ -79,7 +79,9 @@ class Copier:
         for running in self._under_way:
             way = type(running.job)
             if way not in waiting and _is_over(running):
-                self.settled.append((running, self._report(running)))
+                report = self._report(running)
+                running.copies = ()  # here: giving events and page-locked memory back asks the driver
+                self.settled.append((running, report))
             else:
                 waiting.add(way)
                 left.append(running)
@@ -104,7 +106,7 @@ class Copier:
         for view in slices:
             if view is not None:
                 view[part.capacity :] = _as_bytes(CLEARED)
-        running.copies.append(Copy(copy, slices, self._backend.copy_out(payload, _payloads(slices, part), fence)))
+        running.copies += (Copy(copy, slices, self._backend.copy_out(payload, _payloads(slices, part), fence)),)
 
     def _copy_all_in(self, running: Running, job: LoadJob, fence: Fence) -> None:
         """Check every seal before anything is written, then copy."""
@@ -127,7 +129,7 @@ class Copier:
         for copy, slices, payload, seals in ready:
             views = [view[: part.capacity] for view in slices]
             completion = self._backend.copy_in(payload, views, fence, checked=checked)
-            running.copies.append(Copy(copy, [*slices], completion, seals))
+            running.copies += (Copy(copy, [*slices], completion, seals),)
 
     def _slice(self, pool: MappedPool) -> Slice:
         return Slice(*pool.segment.slices[self._rank])

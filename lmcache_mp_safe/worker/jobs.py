@@ -32,7 +32,7 @@ class Running:
 
     Attributes:
         pool: stays mapped while this job runs.
-        copies: those that were queued. A job that failed half-way is over only when they are.
+        copies: those that were queued. A job that failed half-way is over only when they are; then none is left here.
         lock: one for all jobs of a plan; the copy thread holds it while it submits one of them.
         started: when its plan arrived.
         submitted: nothing will be added to `copies`. Changes once, under the lock.
@@ -44,7 +44,7 @@ class Running:
     pool: MappedPool
     lock: Lock
     started: float = 0.0
-    copies: list[Copy] = field(default_factory=list)
+    copies: tuple[Copy, ...] = ()
     submitted: bool = False
     failure: str | None = None
     bad_seals: tuple[int, ...] = ()
