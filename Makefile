@@ -19,7 +19,7 @@ SIM_SEEDS ?= 0:5000
 SIM_STEPS ?= 200
 PIP_FLAGS := --quiet --no-deps --disable-pip-version-check
 
-.PHONY: sim venv venv-$(OLD_VLLM) lint test test-fast test-server test-engine test-faults test-old soak demo clean
+.PHONY: sim venv venv-$(OLD_VLLM) environments lint test test-fast test-server test-engine test-long test-faults test-old soak demo clean
 .DEFAULT_GOAL := test
 
 venv: $(NEW)/.package
@@ -43,7 +43,11 @@ lint: venv
 	$(NEW)/bin/ruff format --check .
 	$(NEW)/bin/mypy  # strict: pyproject.toml
 
-test: lint test-fast test-server test-engine test-old
+test: environments lint test-fast test-server test-engine test-old
+
+# Both at once: most of it is waiting.
+environments:
+	$(MAKE) -j2 venv venv-$(OLD_VLLM)
 
 # Levels that need neither a server nor an engine.
 test-fast: venv
@@ -57,14 +61,18 @@ test-server: venv
 	$(NEW)/bin/python -m pytest -m "server and not engine" $(PYTEST_ARGS)
 
 test-engine: venv
-	$(NEW)/bin/python -m pytest -m "engine and not gpu and not faults" $(PYTEST_ARGS)
+	$(NEW)/bin/python -m pytest -m "engine and not gpu and not faults and not long" $(PYTEST_ARGS)
+
+# Further cells of what test-engine shows.
+test-long: venv
+	$(NEW)/bin/python -m pytest -m "engine and long" $(PYTEST_ARGS)
 
 # Real faults at every moment of a request; some of them are part of test-engine too.
 test-faults: venv
 	$(NEW)/bin/python -m pytest tests/engine/faults $(PYTEST_ARGS)
 
 test-old: venv-$(OLD_VLLM)
-	$(OLD)/bin/python -m pytest -m old_vllm $(PYTEST_ARGS)
+	$(OLD)/bin/python -m pytest -m "old_vllm and not faults and not long" $(PYTEST_ARGS)
 
 # Users, faults and a small pool for MINUTES minutes; every answer against a recompute's.
 soak: venv

@@ -51,7 +51,7 @@ def groups_of(engine: Engine) -> tuple[GroupFacts, ...]:
     [
         pytest.param("hybrid", "none", (), marks=pytest.mark.old_vllm),
         ("hybrid", "mtp", MTP),
-        ("window", "none", ("--block-size", "32")),
+        pytest.param("window", "none", ("--block-size", "32"), marks=pytest.mark.long),
     ],
 )
 def test_groups_without_weights_are_those_of_the_engine(

@@ -44,21 +44,19 @@ def forget_locally(engine: Engine) -> None:
     engine.reset_prefix_cache()
 
 
-@pytest.mark.old_vllm
-@pytest.mark.parametrize("step_tokens", [ONE_BLOCK, SEVERAL_BLOCKS])
+@pytest.mark.parametrize("step_tokens", [pytest.param(ONE_BLOCK, marks=pytest.mark.old_vllm), SEVERAL_BLOCKS])
 def test_external_hits_equal_recomputing(make_spec: MakeSpec, salt: str, step_tokens: int) -> None:
     check_arm(make_spec(max_num_batched_tokens=step_tokens), salt)
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "mtp"])
-@pytest.mark.parametrize("step_tokens", [ONE_BLOCK, SEVERAL_BLOCKS])
+@pytest.mark.parametrize("step_tokens", [ONE_BLOCK, pytest.param(SEVERAL_BLOCKS, marks=pytest.mark.long)])
 def test_external_hits_equal_recomputing_under_speculation(
     make_spec: MakeSpec, salt: str, step_tokens: int, speculation: Speculation
 ) -> None:
     check_arm(make_spec(max_num_batched_tokens=step_tokens, speculation=speculation), salt)
 
 
-@pytest.mark.old_vllm
 def test_chunks_of_several_blocks(make_spec: MakeSpec, salt: str) -> None:
     check_arm(make_spec(extra={"lmcache.mp.safe.chunk_tokens": 1000}, max_num_batched_tokens=1300), salt)
 
@@ -132,6 +130,7 @@ def test_second_engine_process_hits_what_the_first_stored(make_spec: MakeSpec, s
     assert report.divergences == []
 
 
+@pytest.mark.long
 def test_one_server_serves_two_models_of_different_block_sizes_at_once(make_spec: MakeSpec, salt: str) -> None:
     with EngineProcess(make_spec("hybrid")) as hybrid, EngineProcess(make_spec("attention")) as attention:
         for prompt in prompts(8, 1300, 2000):

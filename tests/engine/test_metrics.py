@@ -103,7 +103,7 @@ def check(shown: Values, wanted: Values) -> None:
 
 
 # Not on vLLM 0.27: its offline `LLM` drops the stats of steps without an output. Its server does not.
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_stats_of_all_ranks_add_up_to_what_the_model_and_the_prompt_say(
     make_spec: MakeSpec, salt: str, ranks: int
 ) -> None:

@@ -51,7 +51,6 @@ def test_sessions_that_preempt_each_other_store_and_load_certified_pages_only(ma
         engine.reset_prefix_cache(deadline_s=1.0)
 
 
-@pytest.mark.old_vllm
 def test_requests_that_share_a_prefix_in_one_step_store_what_one_alone_would(make_spec: MakeSpec, salt: str) -> None:
     with Engine(make_spec(max_num_batched_tokens=2700)) as engine:
         seen = audit(engine.worker_connector.worker_half, engine.connector.scheduler_half)
