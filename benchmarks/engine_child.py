@@ -46,11 +46,8 @@ class Engine:
         first_choice_only()
         from vllm import LLM
 
-        from lmcache_mp_safe.testing.idle import yield_when_idle
-
         self._llm: Any = LLM(**{name: value for name, value in options.items() if value is not None})
         self._engine = self._llm.llm_engine
-        yield_when_idle(self._engine.engine_core.engine_core)
         self._numbers = 0
 
     def about(self) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 
 from lmcache_mp_safe.testing.cpu_guards import prepare_cpu_engine
-from lmcache_mp_safe.testing.idle import yield_when_idle
 from lmcache_mp_safe.testing.models import ModelKind, write_model
 
 Speculation: TypeAlias = Literal["none", "ngram", "mtp"]
@@ -194,8 +193,6 @@ class Engine:
         self._requests: dict[str, Any] = {}
         self._names = (f"request-{number}" for number in itertools.count())
         self._watch_outputs()
-        if spec.in_process:
-            yield_when_idle(self.llm_engine.engine_core.engine_core)
 
     def __enter__(self) -> Engine:
         return self

@@ -60,6 +60,12 @@ class Hits:
     answers: int | None
     external_tokens: int | None
 
+    def __str__(self) -> str:
+        on_a_hit, external = (
+            f"{count:,}" if count is not None else "?" for count in (self.answers, self.external_tokens)
+        )
+        return f"{on_a_hit} on a hit, {external} external tokens"
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -90,13 +96,11 @@ def judge(
         return Judgement(Verdict.SUSPICIOUS, why, rates)
     if len(control) < LEAST_CONTROLS:
         return Judgement(Verdict.UNDECIDED, f"{len(control)} control answers, {LEAST_CONTROLS} are needed", rates)
-    if hits.external_tokens == 0 or not hits.answers:
+    if not (hits.answers if hits.external_tokens is None else hits.external_tokens):
         why = "no answer is known to rest on a token that the connector brought, so nothing was tested: see the notes"
         return Judgement(Verdict.UNDECIDED, why, rates)
-    on = f"{hits.answers} on a hit" + (f", {hits.external_tokens} external tokens" if hits.external_tokens else "")
-    return Judgement(
-        Verdict.CLEAN, f"{len(tested)} answers ({on}) leave the baseline no more than the baseline leaves itself", rates
-    )
+    why = f"{len(tested)} answers ({hits}) leave the baseline no more than the baseline leaves itself"
+    return Judgement(Verdict.CLEAN, why, rates)
 
 
 def _rate(what: str, tested: Sequence[Comparison], control: Sequence[Comparison]) -> Rate:

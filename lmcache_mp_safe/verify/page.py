@@ -10,7 +10,7 @@ from lmcache_mp_safe.verify.checks import Kind
 from lmcache_mp_safe.verify.report import ttft_medians
 from lmcache_mp_safe.verify.run import Result
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 860, 260, 70, 40, 14, 30
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 860, 260, 80, 40, 14, 40
 _SHOWN = 20
 
 # (x, y, class, title)
@@ -40,15 +40,14 @@ figure { margin: 1rem 0 } svg { width: 100%; height: auto } svg text { fill: var
 """
 
 _READING = """
-<p>Every prompt was asked four times, greedily: twice of the baseline, recomputed (the second time is the
-<b>control</b>), and
-twice of the server under test (<b>first</b> fills the cache, <b>again</b> finds it).</p>
+<p>Every prompt was asked four times, greedily: twice of the baseline, recomputed and then with its own prefix cache
+(the <b>control</b>; recomputed too where the server under test is its own baseline), and twice of the server under test
+(<b>first</b> fills the cache, <b>again</b> finds it).</p>
 <ul>
 <li><b>Same</b>: the same tokens as the baseline. <b>Near-tie</b>: another token, but one that the baseline
-held for as good as
-its own. Rounding does that, and it is no fault. <b>Far</b>: a token that it would hardly have said, or
-log-probabilities that
-are not its own. A wrong cache entry does that.</li>
+held for as good as its own. Rounding does that, and it is no fault unless it is more frequent than in a control with
+hits. <b>Far</b>: a token that it would hardly have said, or log-probabilities that are not its own. A wrong cache entry
+does that.</li>
 <li>A far divergence where the control has none is corruption. Where the control has some too, and for flaws
 of the text, the
 rates are compared: p is the chance of so many if both sides were alike (Fisher's exact test, one-sided).</li>
@@ -185,8 +184,8 @@ def _plot(points: Sequence[Point], across: str, up: str, caption: str) -> str:
     for step in range(5):
         x, y = place(right * step / 4, top * step / 4)
         lines.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        lines.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{top * step / 4:.3g}</text>')
-        lines.append(f'<text x="{x:.1f}" y="{_HEIGHT - 22}" text-anchor="middle">{right * step / 4:.4g}</text>')
+        lines.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{top * step / 4:.7g}</text>')
+        lines.append(f'<text x="{x:.1f}" y="{_HEIGHT - 22}" text-anchor="middle">{right * step / 4:.7g}</text>')
     lines.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 4}" text-anchor="middle">{across}</text>')
     middle = _TOP + plot_height / 2
     lines.append(f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{up}</text>')

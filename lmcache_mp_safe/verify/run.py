@@ -22,7 +22,7 @@ from lmcache_mp_safe.verify.client import Client, Reset
 from lmcache_mp_safe.verify.judge import Hits, Judgement, judge
 from lmcache_mp_safe.verify.traffic import Request, Session, rounds
 
-_NO_COUNTS = "The server does not say how many tokens were cached: start it with --enable-prompt-tokens-details."
+_NO_COUNTS = "The server does not say which answers were hits: start it with --enable-prompt-tokens-details."
 _NO_EXTERNAL_COUNT = (
     "The server's /metrics do not count external hits, so a hit may have come from vLLM's own prefix cache: give the "
     "address of vLLM itself, not of a gateway before it."

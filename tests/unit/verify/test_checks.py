@@ -102,6 +102,7 @@ def test_near_ties_count_only_against_a_control_that_had_hits_too_and_are_never_
         (20, Hits(0, None)),
         (20, Hits(None, None)),
         (20, Hits(20, 0)),  # all of them vLLM's own
+        (20, Hits(None, 0)),
         (9, HITS),
     ],
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from lmcache_mp_safe.testing.browser import Browser
+from lmcache_mp_safe.verify.checks import Answer
 from lmcache_mp_safe.verify.client import Client
 from lmcache_mp_safe.verify.page import page
 from lmcache_mp_safe.verify.run import Result, Settings, Target, run
@@ -21,6 +23,8 @@ const problems = [];
 const inside = (inner, outer) =>
   inner.left >= outer.left - 1 && inner.right <= outer.right + 1 &&
   inner.top >= outer.top - 1 && inner.bottom <= outer.bottom + 1;
+const overlap = (one, other) =>
+  one.left < other.right && other.left < one.right && one.top < other.bottom && other.top < one.bottom;
 const drawings = [...document.querySelectorAll("figure > svg")];
 if (drawings.length !== 3) problems.push(`${drawings.length} drawings`);
 for (const [number, drawing] of drawings.entries()) {
@@ -29,7 +33,12 @@ for (const [number, drawing] of drawings.entries()) {
   const marks = [...drawing.querySelectorAll("circle")];
   if (marks.length < 24) problems.push(`drawing ${number}: ${marks.length} marks`);
   if (drawing.querySelectorAll("text").length < 12) problems.push(`drawing ${number}: axes without numbers`);
-  for (const mark of [...marks, ...drawing.querySelectorAll("text")]) {
+  const words = [...drawing.querySelectorAll("text")];
+  for (const one of words) for (const other of words.slice(words.indexOf(one) + 1))
+    if (overlap(one.getBoundingClientRect(), other.getBoundingClientRect()))
+      problems.push(`drawing ${number}: ${one.textContent} lies on ${other.textContent}`);
+  if (words.some(word => word.textContent.includes("e+"))) problems.push(`drawing ${number}: numbers with an exponent`);
+  for (const mark of [...marks, ...words]) {
     if (!inside(mark.getBoundingClientRect(), frame)) problems.push(`drawing ${number}: outside: ${mark.outerHTML}`);
     if (["none", "rgb(0, 0, 0)"].includes(getComputedStyle(mark).fill)) problems.push(`no colour: ${mark.outerHTML}`);
   }
@@ -72,11 +81,24 @@ def test_page_is_drawn_whole_and_without_a_complaint(browser: Browser, found: Re
     assert far == "rgb(192, 24, 43)"
 
 
+@pytest.mark.parametrize("factor", [20, 3000])
+def test_axes_of_long_prompts_can_be_read(browser: Browser, found: Result, tmp_path: Path, factor: int) -> None:
+    def longer(answer: Answer) -> Answer:
+        return dataclasses.replace(
+            answer, prompt_tokens=answer.prompt_tokens * factor, cached_tokens=(answer.cached_tokens or 0) * factor
+        )
+
+    names = ("baseline", "control", "first", "again")
+    rows = [dataclasses.replace(row, **{name: longer(getattr(row, name)) for name in names}) for row in found.rows]
+    assert look(browser, page(dataclasses.replace(found, rows=rows)), tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("whole", "broken"),
     [
         ("circle { fill-opacity", "circle { transform: translate(2000px, 0); fill-opacity"),
         ("svg { width: 100%", "svg { width: 10%"),
+        ("font-size: 13px", "font-size: 40px"),
         ('<circle class="hit"', '<circle class="hot"'),
         ("<body>", '<body><img src="nowhere.png">'),
         ("<body>", "<body><script>nothing()</script>"),

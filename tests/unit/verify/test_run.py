@@ -63,10 +63,14 @@ def test_as_many_prompts_are_asked_as_were_wanted() -> None:
     assert subject.asked == 14
 
 
-def test_server_that_does_not_count_cached_tokens_leaves_the_run_undecided_and_is_told_the_flag() -> None:
+def test_server_that_does_not_count_cached_tokens_is_told_the_flag_and_judged_by_its_metrics() -> None:
     result = ask(Stub(says_cached=False))
-    assert result.judgement().verdict is Verdict.UNDECIDED
+    assert result.judgement().verdict is Verdict.CLEAN
     assert any("--enable-prompt-tokens-details" in note for note in result.notes)
+
+
+def test_server_that_counts_no_hits_in_any_way_leaves_the_run_undecided() -> None:
+    assert ask(Stub(says_cached=False, has_metrics=False)).judgement().verdict is Verdict.UNDECIDED
 
 
 def test_page_names_nothing_outside_itself_and_escapes_what_was_said() -> None:
