@@ -241,8 +241,9 @@ class ServerModel:
         return slots([index * self.object_bytes for _, index in objects], self.object_bytes)
 
     def _done(self, key: Any) -> bool:
-        if key not in self.refused:  # the end of a retrieve that failed releases nothing
+        if key not in self.refused:  # the end of a retrieve that failed releases nothing, nor does a second end
             self._release(self.reading.pop(key))
+            self.refused.add(key)
         return True
 
     def _end(self, name: str) -> None:

@@ -31,6 +31,8 @@ class Call:
         given_up: nobody counts on an answer any more.
         inherited: a lookup that an earlier connection sent; it may have been told what was found.
         reservation: what a commit, or a call that gives back, publishes; `start` is the call that asked for it.
+        asked_at: when the lookup's status was asked for last. questions: how often since it was late.
+        ends: key and instance of the retrieve that the call ends.
     """
 
     number: CallId
@@ -48,6 +50,9 @@ class Call:
     given_up: bool = False
     inherited: bool = False
     reservation: Reservation | None = None
+    asked_at: float = 0.0
+    questions: int = 0
+    ends: tuple[Any, int] | None = None
 
 
 @dataclass

@@ -38,8 +38,9 @@ def debts_of(link: Link, sessions: Iterable[Session], now: float) -> Debts:
     """What is owed once the link is given up; the sessions are no longer anybody else's.
 
     A retrieve without an answer is taken to have succeeded: ending one that failed releases nothing. So is a request
-    for slots. A commit without an answer is said again: a second one publishes nothing. A release without an answer is
-    taken to have arrived: locks are anonymous counts, and a second one would be another reader's.
+    for slots. A commit and the end of a retrieve without an answer are said again: a second one finds nothing to
+    publish or to release. A free without an answer is taken to have arrived: locks are anonymous counts, and a second
+    one would be another reader's.
     """
     owed = {session.number: session for session in sessions}
     lookups: dict[SessionId, UnansweredLookup] = {}
@@ -55,6 +56,8 @@ def debts_of(link: Link, sessions: Iterable[Session], now: float) -> Debts:
             session.reservations[call.number] = Reservation(
                 call.key, link.connection.instance, call.sent, lease_until=call.sent, given_back=True
             )
+        elif call.ends is not None:
+            session.reading, session.reader = call.ends
         elif call.reservation is not None:
             call.reservation.given_back = True
             session.reservations[CallId(call.start)] = call.reservation

@@ -296,7 +296,7 @@ class Wire:
                 if lookup is not None and link.has_room(1, self._config.max_unanswered_calls):
                     status = link.connection.client.query_prefetch_status(session.name)
                     call = self._send(link, Kind.LOOKUP, session, status, now, end=lookup.objects)
-                    call.acknowledged, call.inherited, call.sent = True, True, lookup.sent
+                    call.acknowledged, call.inherited, call.sent, call.asked_at = True, True, lookup.sent, now
                     session.looking_up = call.number
 
     def _beat(self, link: Link, now: float) -> None:
@@ -372,15 +372,20 @@ class Wire:
 
     def _give_back(self, link: Link, session: Session, now: float) -> None:
         client = link.connection.client
-        key, reader, locked = session.reading, session.reader, session.locked
-        session.reading, session.locked = None, []
+        locked, session.locked = session.locked, []
+        if session.reading is not None:
+            self._end_reading(link, session, session.reading, session.reader, now)
         if now - session.locked_at > self._config.lock_time_s:
             return  # the server took them back, and its counts are anonymous: a release would be another reader's
-        if key is not None:
-            self._send(link, Kind.SETTLE, session, client.commit_retrieve(key, reader), now)
         for part in locked:
             freed = client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1)
             self._send(link, Kind.SETTLE, session, freed, now)
+
+    def _end_reading(self, link: Link, session: Session, key: Any, reader: int, now: float) -> None:
+        """However old it is: the server keeps it open until the reader is unregistered, and releases its locks then."""
+        session.reading = None
+        future = link.connection.client.commit_retrieve(key, reader)
+        self._send(link, Kind.SETTLE, session, future, now).ends = (key, reader)
 
     def _publish(self, link: Link, session: Session, now: float) -> None:
         """Publish what was given back: the server knows no other way to take slots back, and nobody believes an object
@@ -433,10 +438,7 @@ class Wire:
         found, link = self._usable(session)
         if found is None or link is None or found.reading is None:
             return  # with no room for the call it is made when the session closes
-        key, found.reading = found.reading, None
-        if now - found.locked_at <= self._config.lock_time_s:
-            future = link.connection.client.commit_retrieve(key, found.reader)
-            self._send(link, Kind.SETTLE, found, future, now)
+        self._end_reading(link, found, found.reading, found.reader, now)
 
     def free(self, session: SessionId, start: int, end: int, now: float) -> None:
         """Release locks that are still held on [start, end)."""
@@ -554,7 +556,7 @@ class Wire:
     def _advance(self, link: Link, call: Call, now: float) -> None:
         if call.future is None:
             if now >= call.ask_again_at:
-                self._ask_status(link, call)
+                self._ask_status(link, call, now)
         elif call.future.query():
             self._answered(link, call, now)
         if call.number in link.open and now > call.deadline:
@@ -574,8 +576,10 @@ class Wire:
         """The answer is lost. It stays among those that are late: the client keeps its future until it is closed."""
         if call.kind is Kind.LOOKUP and not call.acknowledged:
             # One that nobody asks about stays in the server for ever.
-            call.acknowledged, call.deadline = True, now
-            self._ask_status(link, call)
+            call.acknowledged = True
+            self._ask_status(link, call, now)
+            return
+        if call.kind is Kind.LOOKUP and self._may_be_told(call, now):
             return
         self._assume_done(link, call, now)
         if call.kind is Kind.LOOKUP:
@@ -583,6 +587,13 @@ class Wire:
         else:
             call.given_up = True
             self._let_go(call)
+
+    def _may_be_told(self, call: Call, now: float) -> bool:
+        """Whether the question about a lookup that is long over time deserves an answer still: an engine that was idle
+        for hours has not asked since."""
+        if call.future is None:  # it was running still when it was asked about last
+            return call.questions * _LATE_STATUS_PACE_S < _ORPHAN_S
+        return now - call.asked_at <= _ORPHAN_S
 
     def _answered(self, link: Link, call: Call, now: float) -> None:
         if call.given_up:
@@ -592,7 +603,7 @@ class Wire:
             answer = call.future.result(0)
             if call.kind is Kind.LOOKUP and not call.acknowledged:
                 call.acknowledged = True
-                self._ask_status(link, call)
+                self._ask_status(link, call, now)
                 return
             if call.kind is Kind.LOOKUP and answer is None:
                 call.future = None
@@ -635,8 +646,7 @@ class Wire:
         """The retrieve's end is owed: at once where nobody waits for the retrieve any more."""
         session = self._owner(call)
         if call.told and not session.closing:
-            future = link.connection.client.commit_retrieve(call.key, link.connection.instance)
-            self._send(link, Kind.SETTLE, session, future, now)
+            self._end_reading(link, session, call.key, link.connection.instance, now)
         else:
             session.read(call.key, link.connection.instance, call.sent)
 
@@ -648,7 +658,9 @@ class Wire:
         link.granted[call.number] = session.reservations[call.number] = reservation
         self._publish(link, session, now)
 
-    def _ask_status(self, link: Link, call: Call) -> None:
+    def _ask_status(self, link: Link, call: Call, now: float) -> None:
+        call.asked_at = now
+        call.questions += call.told
         call.future = link.connection.client.query_prefetch_status(self._owner(call).name)
 
     def _take(self, link: Link, call: Call, answer: Any, now: float) -> None:
