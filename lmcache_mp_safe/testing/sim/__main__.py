@@ -12,6 +12,8 @@ import typer
 
 from lmcache_mp_safe.testing.sim.run import Summary, run_seeds
 
+_REPORT_EVERY = 100  # seeds
+
 
 def main(
     seeds: Annotated[str, typer.Option(help="First seed and the one after the last.")] = "0:20",
@@ -31,7 +33,11 @@ def main(
         if outcome.violation:
             seed, violation, text, path = summary.failed[-1]
             typer.echo(f"seed {seed}: {violation}: {text}\n  lmcache-mp-safe replay {path}")
+        if summary.seeds % _REPORT_EVERY == 0:
+            typer.echo(f"{summary.seeds:,} seeds, {summary.counts['steps']:,} steps, {len(summary.failed)} failed")
+        sys.stdout.flush()
     summary.seconds = time.monotonic() - begun
+    typer.echo(f"seeds {begin} to {end - 1}, {steps} steps of each with faults, {jobs} processes")
     for name, value in summary.rows():
         typer.echo(f"{name:<28}{value:>14}")
     raise typer.Exit(1 if summary.failed else 0)

@@ -54,6 +54,9 @@ class SlowQueue:
     def hook(self) -> None:
         """The thread looks when it has run a call, or had none to run."""
 
+    def __len__(self) -> int:
+        return len(self._urgent) + len(self._usual)
+
     def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
         future: Future[None] = Future()
         (self._urgent if urgent else self._usual).append((future, act, arguments))
@@ -169,7 +172,7 @@ class Rank:
             if plane.kind == "state":
                 block = states.get(plane.group)
                 if block is not None:
-                    self._expect(share, plane, plane.words[block], share.tags[share.start - 1], f"state in {block}")
+                    self._expect(share, plane, plane.words[block], share.tags[share.start - 1], share.start - 1, block)
                 continue
             first = 0 if plane.kind == "full" else max(0, share.start - WINDOW + 1)
             if first >= share.start:
@@ -177,28 +180,28 @@ class Rank:
             lead = first // BLOCK
             table = share.tables[plane.group][lead : -(-share.start // BLOCK)]
             found = plane.words[table].reshape(-1)[first - lead * BLOCK : share.start - lead * BLOCK]
-            self._expect(
-                share, plane, found, share.tags[first : share.start], f"positions from {first}, blocks {table}"
-            )
+            self._expect(share, plane, found, share.tags[first : share.start], first, table)
 
-    def _expect(self, share: Work, plane: Plane, found: Words, tags: Any, what: str) -> None:
+    def _expect(self, share: Work, plane: Plane, found: Words, tags: Any, first: int, blocks: Any) -> None:
+        """`first`: the position whose tag comes first."""
         right = (found ^ plane.mask) == tags
         if not right.all():
-            at = int(np.argmin(right))
             self.wrong.append(
                 f"{share.request_id} on rank {self.number} computes [{share.start}, {share.end}) and reads a wrong tag"
-                f" in {plane.name()}, {what}, word {at}"
+                f" in {plane.name()}, from position {first} in blocks {blocks}, word {int(np.argmin(right))}"
             )
 
     # --- time -------------------------------------------------------------------------------------------------------
 
     def run_some(self, random: Random, steps: int) -> None:
         """Streams and the copy thread advance in the order that chance chooses."""
-        compute = self.device.compute
+        compute, streams = self.device.compute, self.device.streams
         for _ in range(steps):
             if self.queue is not None and random.random() < 0.3:
                 self.queue.run_one()
-            stream = random.choice(self.device.streams)
+            elif not any(stream.work for stream in streams):
+                continue
+            stream = random.choice(streams)
             if stream is not compute and self.slow and random.random() < 0.95:
                 continue
             stream.step()

@@ -18,6 +18,7 @@ from lmcache_mp_safe.ids import RequestId
 from lmcache_mp_safe.scheduler.half import SchedulerHalf
 from lmcache_mp_safe.testing.fake_server import FakeServer, SharedMemory
 from lmcache_mp_safe.testing.sim.engine import Engine
+from lmcache_mp_safe.testing.sim.host import groups_of
 from lmcache_mp_safe.testing.sim.watch import Acknowledgements, Jobs, Payloads
 from lmcache_mp_safe.wire.tokens import plain_tokens, synthetic_tokens
 
@@ -130,6 +131,25 @@ class Watermarks:
                     yield f"{name} counts {stored} tokens as stored, but chunk {index} was never acknowledged"
 
 
+def dead_end(engine: Engine, half: SchedulerHalf | None, jobs: Jobs) -> list[str]:
+    """Requests that have loaded their hits and keep each other's last blocks, while nothing of ours is under way.
+
+    Before it admits a load, vLLM sets blocks aside for what the requests before it have still to compute, but none for
+    their windows; afterwards it wants them at once, and a request that waits is never preempted.
+    """
+    scheduler = engine.scheduler
+    if (
+        half is None
+        or scheduler.running
+        or jobs.open
+        or half.pinned_blocks
+        or "window" not in groups_of(engine.settings)
+    ):
+        return []
+    loaded = [name for name, request in scheduler.requests.items() if request.num_computed_tokens]
+    return loaded if len(loaded) > 1 else []
+
+
 # --- at rest ----------------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +219,7 @@ def leftovers_on_the_server(server: FakeServer) -> Iterator[str]:
         ("locks", locked),
         ("sessions", list(server.sessions)),
         ("lookups that nobody asked about", list(server.lookups)),
-        ("open reads", list(server.reads)),
+        ("open reads", [key.request_id for _, key in server.reads]),
         ("slots", reserved),
     ):
         if there:

@@ -30,7 +30,7 @@ SERVER_CHUNK = 8  # tokens; the shortest that the connector takes, as each costs
 _OBJECT_STEP = 4096
 _STEP_S = (0.001, 0.02, 0.2, 0.5)  # what a step takes
 _DRAIN_STEP_S = 0.25
-_DRAIN_STEPS = 1500  # until every request has ended
+_PATIENCE = 600  # steps in which at least one request has to end
 _SETTLE_STEPS = 400  # until nothing is under way any more
 _VISITS, _VISIT_S = 5, 40.0  # together longer than the connector waits for an answer
 _LOCK_TIME_S = 700.0  # longer than any of the server's own times
@@ -118,6 +118,7 @@ class World:
             case "abort":
                 self.engine.abort(plain[0])
             case "step":
+                self.counts["steps with faults"] += 1
                 self._step(random, random.choice(_STEP_S))
             case "fault":
                 self._out.append(self.faults.do(plain[0], values, random))
@@ -163,13 +164,7 @@ class World:
 
     def _drain(self, random: Random) -> None:
         """Faults have stopped: everything ends, and nothing is left."""
-        for _ in range(_DRAIN_STEPS):
-            if not self.engine.scheduler.get_num_unfinished_requests():
-                break
-            self._step(random, _DRAIN_STEP_S)
-            self._check()
-        else:
-            raise InvariantError("hang", f"{sorted(self.engine.scheduler.requests)} do not end")
+        self._finish_requests(random)
         self._settle(random)
         if not self.settings.tidy:
             self._look_in_again(random)
@@ -183,6 +178,30 @@ class World:
         found = check.wrong_objects(self.network.server, self.memory, self.half, self.payloads, self._old_namespaces)
         first("wrong object", found)
         self._out.append("at rest")
+
+    def _finish_requests(self, random: Random) -> None:
+        waited = 0
+        while self.engine.scheduler.get_num_unfinished_requests():
+            ended = self.counts["ended"]
+            self._step(random, _DRAIN_STEP_S)
+            self._check()
+            waited = 0 if self.counts["ended"] > ended else waited + 1
+            if waited == _PATIENCE:
+                self._give_way()
+                waited = 0
+
+    def _give_way(self) -> None:
+        """Somebody has to abort a request where vLLM has run into a dead end of its own.
+
+        Raises:
+            InvariantError: it is not vLLM's own.
+        """
+        names = check.dead_end(self.engine, self.half, self.jobs)
+        if not names:
+            raise InvariantError("hang", f"{sorted(self.engine.scheduler.requests)} do not end")
+        self.counts["dead ends of vLLM"] += 1
+        self._out.append(f"vLLM has loaded {' '.join(names)} and has room for none")
+        self.engine.abort(names[0])
 
     def _settle(self, random: Random) -> None:
         """What goes on when the last request has ended."""
