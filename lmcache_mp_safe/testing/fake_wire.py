@@ -90,7 +90,7 @@ class FakeWire:
         self._sessions: dict[SessionId, _Session] = {}
         self._reservations: dict[CallId, list[_Key]] = {}
         self._answers: list[WireEvent] = []
-        self.started = self.was_shut_down = self.owes = False
+        self.started = self.was_shut_down = False
 
     # --- life -------------------------------------------------------------------------------------------------------
 
