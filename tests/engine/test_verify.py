@@ -83,8 +83,11 @@ def pair(make_spec: MakeSpec, tmp_path_factory: pytest.TempPathFactory) -> Itera
     install_plugin(path, path / "switch")
     spec = make_spec()
     flags = ["--enable-prompt-tokens-details"]
-    tested = ServeProcess(spec, flags=flags, dev_mode=True, environment={"PYTHONPATH": str(path)})
-    baseline = ServeProcess(dataclasses.replace(spec, connector=None, connector_extra={}), flags=flags)
+    plugin = {"PYTHONPATH": str(path)}
+    tested = ServeProcess(spec, flags=flags, dev_mode=True, environment=plugin, start_timeout_s=300)
+    baseline = ServeProcess(
+        dataclasses.replace(spec, connector=None, connector_extra={}), flags=flags, start_timeout_s=300
+    )
     try:
         tested.launch()
         baseline.launch()
