@@ -109,10 +109,12 @@ def row(name: str, victim: str, window: Window, found: Paired, *, judged: bool) 
 
 
 def limits(victim: str, geometry: str, slower: float, stolen: float) -> tuple[Check, ...]:
+    what = "matmul slower %" if victim == "matmul" else "memory-bound slower %"
+    if geometry != "H":  # staged
+        return (Check(what, slower, "<=", 8.0),)
     if victim == "matmul":
-        checks = [Check("matmul slower %", slower, "<=", 1.0)]
-        return (*checks, Check("stolen us", stolen, "<=", 60.0)) if geometry == "H" else tuple(checks)
-    return (Check("memory-bound slower %", slower, "<=", 3.0 if geometry == "H" else 8.0),)
+        return Check(what, slower, "<=", 1.0), Check("stolen us", stolen, "<=", 60.0)
+    return (Check(what, slower, "<=", 3.0),)
 
 
 class Interference:
