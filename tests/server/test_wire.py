@@ -172,13 +172,18 @@ def test_what_is_stored_is_found_and_comes_back_byte_for_byte(driver: Driver) ->
     driver.until(driver.settled)
 
 
-def test_what_was_not_committed_is_not_found(driver: Driver) -> None:
+def test_what_was_not_committed_is_not_found_until_it_is_given_back(driver: Driver) -> None:
     sequence = digests(2)
     session = driver.wire.open(sequence)
-    driver.answer(Reserved, driver.wire.reserve(session, 0, 2, driver.now))
+    reserved = driver.answer(Reserved, driver.wire.reserve(session, 0, 2, driver.now))
     driver.wire.close(session, driver.now)
     asked, found = driver.found(sequence)
     assert found == 0
+    driver.wire.close(asked, driver.now)
+    driver.wire.give_back(reserved.call, driver.now)
+    driver.until(driver.settled)
+    asked, found = driver.found(sequence)
+    assert found == 2, "nobody could store it"
     driver.wire.close(asked, driver.now)
     driver.until(driver.settled)
 
