@@ -160,7 +160,7 @@ class Engine:
         self.take_aborts()
         self.scheduler.update_from_output(output, made)
         if self.settings.drafts and not self.settings.overlap and output.total_num_scheduled_tokens:
-            drafts = self.runner.take_drafts()
+            drafts = self.runner.take_drafts(output.num_scheduled_tokens)
             self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
     def take_aborts(self) -> None:

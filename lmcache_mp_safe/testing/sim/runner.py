@@ -13,7 +13,7 @@ recurrent states. `device.py` carries that out on every rank's compute stream, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -105,9 +105,11 @@ class Runner:
             sampled[request_id] = tokens
         return work, sampled
 
-    def take_drafts(self) -> dict[str, list[int]]:
-        """Draft tokens for each request's next step."""
-        return {request_id: list(request.drafts) for request_id, request in self._requests.items() if request.drafts}
+    def take_drafts(self, step: Iterable[str]) -> dict[str, list[int]]:
+        """Draft tokens for the next step of the requests that were in this one. vLLM keeps no others: drafts for one
+        that is preempted would be verified behind its whole prompt, and states would jump over a column."""
+        requests = {request_id: self._requests[request_id] for request_id in step if request_id in self._requests}
+        return {request_id: list(request.drafts) for request_id, request in requests.items() if request.drafts}
 
     # --- the scheduler's words --------------------------------------------------------------------------------------
 
