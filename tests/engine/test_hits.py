@@ -57,6 +57,7 @@ def test_external_hits_equal_recomputing_under_speculation(
     check_arm(make_spec(max_num_batched_tokens=step_tokens, speculation=speculation), salt)
 
 
+@pytest.mark.long
 def test_chunks_of_several_blocks(make_spec: MakeSpec, salt: str) -> None:
     check_arm(make_spec(extra={"lmcache.mp.safe.chunk_tokens": 1000}, max_num_batched_tokens=1300), salt)
 

@@ -17,7 +17,6 @@ MakeSpec = Callable[..., EngineSpec]
 MAX_TOKENS = 12
 
 
-@pytest.mark.old_vllm
 def test_sessions_that_preempt_each_other_store_and_load_certified_pages_only(make_spec: MakeSpec, salt: str) -> None:
     conversations = sessions(seed=11, count=4, turns=3, system_tokens=700, turn_tokens=(600, 900))
     with Engine(make_spec(num_gpu_blocks_override=26, max_num_batched_tokens=1300, max_model_len=6400)) as engine:

@@ -18,6 +18,7 @@ from lmcache_mp_safe.testing.fake_server import Call
 from lmcache_mp_safe.testing.sim.device import Rank
 from lmcache_mp_safe.testing.sim.host import MAX_TOKENS
 from lmcache_mp_safe.testing.sim.tokens import BLOCK, Chain, Words
+from lmcache_mp_safe.wire.tokens import plain_tokens, synthetic_tokens
 
 
 class Handouts:
@@ -177,6 +178,12 @@ class Acknowledgements:
             self._lookups[call.arguments[0].request_id] = call.arguments[0]
         elif call.operation == "query_prefetch_status" and to_a_store and call.result():
             self._add(self._lookups[call.arguments[0]].token_ids, chunk, range(call.result()))
+
+    def ended(self, job: StoreJob | LoadJob, chunk: int) -> None:
+        """What was loaded and checked is on the server, also where the answer to its commit was lost: a watermark may
+        start behind it."""
+        if isinstance(job, LoadJob):
+            self.chunks.update(plain_tokens(synthetic_tokens([copy.digest], chunk)) for copy in job.objects)
 
     def _add(self, tokens: Sequence[int], chunk: int, indices: Iterable[int]) -> None:
         self.chunks.update(tuple(tokens[index * chunk : (index + 1) * chunk]) for index in indices)
