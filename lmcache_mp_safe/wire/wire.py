@@ -183,7 +183,6 @@ class Wire:
         if self._stopped:
             return
         self._stopped = True
-        self._turns.want(False)
         link, self._link = self._link, None
         if link is not None:
             self._say_goodbye(link, deadline_s)
@@ -191,6 +190,7 @@ class Wire:
         self._sessions.clear()
         self._closing.clear()
         self._maker.stop(deadline_s)
+        self._turns.want(False)  # last: what is said in parting are calls, too
 
     def _say_goodbye(self, link: Link, deadline_s: float) -> None:
         client, last, now = link.connection.client, None, self._polled_at
@@ -204,11 +204,7 @@ class Wire:
                 client.query_prefetch_status(session.name)
                 session.locked, session.locked_at = [range(lookup.objects)], lookup.sent
             self._publish(link, session, now)
-            if now - session.locked_at <= self._config.lock_time_s:
-                if session.reading is not None:
-                    client.commit_retrieve(session.reading, session.reader)
-                for part in session.locked:
-                    client.free_lookup_locks(self._key(link, session, part.start, part.stop), 1)
+            self._give_back(link, session, now)
             if session.used:
                 last = client.end_session(session.name)
         if may_unregister and not link.granted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,14 @@ def bench(segment: Path) -> Bench:
     return Bench(segment)
 
 
+def reserved(bench: Bench) -> tuple[SessionId, CallId]:
+    """A session with one granted slot, and the call that asked for it."""
+    session = bench.wire.open(DIGESTS)
+    call = bench.wire.reserve(session, 0, 1, bench.now)
+    bench.answer("reserve", slots([0], OBJECT, [0]))
+    return session, call
+
+
 def spans(calls: list[FakeCall]) -> list[tuple[int, int]]:
     return [(call.arguments[0].start // CHUNK, call.arguments[0].end // CHUNK) for call in calls]
 
@@ -185,9 +194,7 @@ def test_the_lease_counts_from_the_call_and_not_from_its_answer(bench: Bench) ->
 
 
 def test_commit_after_the_lease_is_refused_here(bench: Bench) -> None:
-    session = bench.wire.open(DIGESTS)
-    call = bench.wire.reserve(session, 0, 1, bench.now)
-    bench.answer("reserve", slots([0], OBJECT, [0]))
+    session, call = reserved(bench)
     bench.now += CONFIG.lease_s + 1
     with pytest.raises(LocalError):
         bench.wire.commit(session, call, bench.now)
@@ -196,9 +203,7 @@ def test_commit_after_the_lease_is_refused_here(bench: Bench) -> None:
 
 @pytest.mark.parametrize("accepted", [True, False])
 def test_committed_says_what_the_server_said(bench: Bench, accepted: bool) -> None:
-    session = bench.wire.open(DIGESTS)
-    reserve = bench.wire.reserve(session, 0, 1, bench.now)
-    bench.answer("reserve", slots([0], OBJECT, [0]))
+    session, reserve = reserved(bench)
     call = bench.wire.commit(session, reserve, bench.now)
     assert bench.answer("commit", accepted) == [Committed(call, session, accepted)]
 
@@ -298,9 +303,7 @@ def test_close_during_a_retrieve_that_fails_neither_commits_nor_frees_its_locks(
 
 
 def closed_with_a_reservation(bench: Bench) -> CallId:
-    session = bench.wire.open(DIGESTS)
-    call = bench.wire.reserve(session, 0, 1, bench.now)
-    bench.answer("reserve", slots([0], OBJECT, [0]))
+    session, call = reserved(bench)
     bench.wire.close(session, bench.now)
     bench.settle()
     return call
@@ -335,18 +338,14 @@ def test_slots_that_the_server_may_have_given_to_the_next_writer_are_not_publish
 
 
 def test_what_was_committed_is_not_given_back_again(bench: Bench) -> None:
-    session = bench.wire.open(DIGESTS)
-    call = bench.wire.reserve(session, 0, 1, bench.now)
-    bench.answer("reserve", slots([0], OBJECT, [0]))
+    session, call = reserved(bench)
     bench.wire.commit(session, call, bench.now)
     bench.wire.give_back(call, bench.now)
     assert bench.names().count("commit") == 1
 
 
 def test_close_waits_for_a_commit_before_it_ends(bench: Bench) -> None:
-    session = bench.wire.open(DIGESTS)
-    reserve = bench.wire.reserve(session, 0, 1, bench.now)
-    bench.answer("reserve", slots([0], OBJECT, [0]))
+    session, reserve = reserved(bench)
     bench.wire.commit(session, reserve, bench.now)
     bench.wire.close(session, bench.now)
     bench.poll()
@@ -753,6 +752,15 @@ def test_shutdown_gives_back_ends_and_unregisters(bench: Bench) -> None:
     names = bench.names()
     assert names[-5:] == ["done", "free", "free", "end", "unregister"]
     assert bench.client.closed
+
+
+def test_process_has_its_usual_turns_after_a_shutdown_that_gave_something_back(bench: Bench) -> None:
+    """What is said in parting are calls, and nobody polls for their answers."""
+    usual = sys.getswitchinterval()
+    bench.reading()
+    bench.wire.shutdown(0.0)
+    assert "free" in bench.names()
+    assert sys.getswitchinterval() == usual
 
 
 def test_shutdown_with_an_open_reservation_does_not_unregister(bench: Bench) -> None:
