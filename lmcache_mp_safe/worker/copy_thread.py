@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Protocol
@@ -21,13 +20,13 @@ logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
 
 _LOOK_S = 0.0005  # how often it is asked whether copies are over
 
-_Call = tuple[Future[None], Callable[..., None], tuple[Any, ...]]  # result, function, arguments
+_Call = tuple[Callable[..., None], tuple[Any, ...]]  # function, arguments
 
 
 class CopyQueue(Protocol):
     """Runs what it is given, one after the other, in the order given but for what is urgent."""
 
-    def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
+    def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> None:
         """Queue a call. One that is urgent goes before those that are not and have not begun."""
 
     def watch(self, look: Callable[[], bool]) -> None:
@@ -51,10 +50,8 @@ class Inline:
     def __init__(self) -> None:
         self._look: Callable[[], bool] = _nothing
 
-    def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
-        future: Future[None] = Future()
-        _run(future, act, arguments)
-        return future
+    def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> None:
+        _run(act, arguments)
 
     def watch(self, look: Callable[[], bool]) -> None:
         self._look = look
@@ -87,12 +84,10 @@ class CopyThread:
         self._thread = Thread(target=self._work, args=(enter,), name="lmcache_mp_safe-copies", daemon=True)
         self._thread.start()
 
-    def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
-        future: Future[None] = Future()
-        (self._urgent if urgent else self._others).append((future, act, arguments))
+    def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> None:
+        (self._urgent if urgent else self._others).append((act, arguments))
         self._turns.want(True)
         self._signals.put(None)
-        return future
 
     def watch(self, look: Callable[[], bool]) -> None:
         self._look = look
@@ -130,11 +125,8 @@ class CopyThread:
             return
 
 
-def _run(future: Future[None], act: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _run(act: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     try:
         act(*arguments)
-    except Exception as error:
+    except Exception:
         logger.exception("a call on the copy thread failed")
-        future.set_exception(error)
-    else:
-        future.set_result(None)

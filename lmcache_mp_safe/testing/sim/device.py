@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -44,8 +43,8 @@ class SlowQueue:
     """Stands in for the copy thread: calls run when the simulator says so, urgent ones first."""
 
     def __init__(self) -> None:
-        self._urgent: deque[tuple[Future[None], Callable[..., None], tuple[Any, ...]]] = deque()
-        self._usual: deque[tuple[Future[None], Callable[..., None], tuple[Any, ...]]] = deque()
+        self._urgent: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._usual: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._look: Callable[[], bool] = bool
 
     def watch(self, look: Callable[[], bool]) -> None:
@@ -57,19 +56,16 @@ class SlowQueue:
     def __len__(self) -> int:
         return len(self._urgent) + len(self._usual)
 
-    def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> Future[None]:
-        future: Future[None] = Future()
-        (self._urgent if urgent else self._usual).append((future, act, arguments))
-        return future
+    def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> None:
+        (self._urgent if urgent else self._usual).append((act, arguments))
 
     def run_one(self) -> bool:
         """Whether there was one."""
         queue = self._urgent or self._usual
         ran = bool(queue)
         if queue:
-            future, act, arguments = queue.popleft()
+            act, arguments = queue.popleft()
             act(*arguments)
-            future.set_result(None)
         self._look()
         return ran
 

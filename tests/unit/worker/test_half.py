@@ -690,8 +690,9 @@ def test_thread_that_cannot_use_its_device_still_runs_what_it_is_given(caplog: p
     def enter() -> None:
         raise RuntimeError("no device")
 
-    queue = CopyThread(enter)
-    queue.submit(lambda: None).result(10)
+    queue, ran = CopyThread(enter), threading.Event()
+    queue.submit(ran.set)
+    assert ran.wait(10)
     queue.shutdown()
 
 
@@ -731,7 +732,10 @@ def test_threads_take_shorter_turns_only_while_there_is_something_to_copy() -> N
     usual = sys.getswitchinterval()
     queue = CopyThread(lambda: None)
     seen: list[float] = []
-    queue.submit(lambda: seen.append(sys.getswitchinterval())).result(10)
+    ran = threading.Event()
+    queue.submit(lambda: seen.append(sys.getswitchinterval()))
+    queue.submit(ran.set)
+    assert ran.wait(10)
     end = time.monotonic() + 10
     while sys.getswitchinterval() != usual and time.monotonic() < end:
         time.sleep(0.001)
