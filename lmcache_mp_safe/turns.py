@@ -18,12 +18,10 @@ class ShortTurns:
     """One party's wish for short turns in this process. Any number of parties may have one, on any thread."""
 
     _parties: ClassVar[WeakSet[ShortTurns]] = WeakSet()
-    _usual_s: ClassVar[float | None] = None
+    _usual_s: ClassVar[float] = sys.getswitchinterval()
 
     def __init__(self) -> None:
         self.wanted = False
-        if ShortTurns._usual_s is None:
-            ShortTurns._usual_s = sys.getswitchinterval()
         ShortTurns._parties.add(self)
 
     def want(self, wanted: bool) -> None:
@@ -34,7 +32,7 @@ class ShortTurns:
         self.wanted = wanted
         if wanted:
             self._shorten()
-        elif not self._anybody() and ShortTurns._usual_s is not None:
+        elif not self._anybody():
             sys.setswitchinterval(ShortTurns._usual_s)
             if self._anybody():
                 self._shorten()
@@ -45,5 +43,5 @@ class ShortTurns:
 
     @staticmethod
     def _shorten() -> None:
-        if ShortTurns._usual_s is not None:
-            sys.setswitchinterval(min(ShortTurns._usual_s, _SHORT_S))
+        if sys.getswitchinterval() > _SHORT_S:
+            sys.setswitchinterval(_SHORT_S)

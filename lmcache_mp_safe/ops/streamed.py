@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -155,13 +155,13 @@ class _Submission(abc.ABC):
         self.keep.append(memory)
         return memory.view(np.uint64)[:tiles]
 
-    def submit_all(self, parts: Sequence[Round], copies: Callable[[Round], Words], results: Words | None) -> None:
-        """Rounds whose tables fit into device memory together."""
+    def submit_all(self, parts: Sequence[Round], copies: Sequence[Words], results: Words | None) -> None:
+        """Rounds whose tables fit into device memory together, and the copies of each; see `submit`."""
         lane = self._lane
         lane.tables.reverse()  # the pair takes turns
         lane.tables_free.reverse()
-        for part, tables in zip(parts, self._upload(parts), strict=True):
-            self.submit(part, copies(part), tables, results)
+        for part, rows, tables in zip(parts, copies, self._upload(parts), strict=True):
+            self.submit(part, rows, tables, results)
         lane.tables_free[0] = lane.kernels.record()
 
     def _upload(self, parts: Sequence[Round]) -> list[_Tables]:
@@ -231,7 +231,7 @@ class _Store(_Submission):
         self.digest(part, tables, results)
 
     def bounce(self, part: Round, slot: Bytes, buffer: Bytes, results: Words | None) -> None:
-        self.submit_all([part], lambda part: _behind(part.copies, buffer.ctypes.data), results)
+        self.submit_all([part], [_behind(part.copies, buffer.ctypes.data)], results)
         self._lane.synchronize()
         slot[part.begin : part.end] = buffer
 
@@ -264,7 +264,7 @@ class _Load(_Submission):
 
     def bounce(self, part: Round, slot: Bytes, buffer: Bytes, results: Words | None) -> None:
         buffer[:] = slot[part.begin : part.end]
-        self.submit_all([part], lambda part: _behind(part.copies, buffer.ctypes.data), results)
+        self.submit_all([part], [_behind(part.copies, buffer.ctypes.data)], results)
         self._lane.synchronize()
 
     def end(self) -> Event:
@@ -379,13 +379,8 @@ class StreamedBackend:
         if memory is None or not memory.is_pinned(address, len(slot)):
             self._bounce_piece(submission, lane, runs, slot, results)
             return
-
-        pinned: PinnedMemory = memory
-
-        def copies(part: Round) -> Words:
-            return pinned.cut(_behind(part.copies, address + part.begin), column=1)
-
         for group in _that_fit(rounds(runs, lane.addresses, lane.limits)):
+            copies = [memory.cut(_behind(part.copies, address + part.begin), column=1) for part in group]
             submission.submit_all(group, copies, results)
 
     def _bounce_piece(
