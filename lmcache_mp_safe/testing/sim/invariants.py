@@ -6,7 +6,7 @@ import contextlib
 import logging
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import numpy as np
 
@@ -107,10 +107,15 @@ def unaccounted_pins(engine: Engine, half: SchedulerHalf | None, squeezed: int) 
 
 
 class Watermarks:
-    """`num_stored_tokens` never exceeds what the server acknowledged."""
+    """`num_stored_tokens` never exceeds what the server acknowledged, contiguous from 0 or from what was loaded.
 
-    def __init__(self, acknowledged: Acknowledgements, chunk_tokens: int, server_chunk: int) -> None:
-        self._acknowledged = acknowledged
+    What was loaded may lack an acknowledgement: the answer to its commit was lost, or another process stored it.
+    """
+
+    def __init__(
+        self, acknowledged: Acknowledgements, loaded: Set[bytes], chunk_tokens: int, server_chunk: int
+    ) -> None:
+        self._acknowledged, self._loaded = acknowledged, loaded
         self._chunk_tokens = chunk_tokens
         self._server_chunk = server_chunk
         self._seen: dict[str, int] = {}
@@ -127,7 +132,7 @@ class Watermarks:
             chain = list(digests.chunks(stored // self._chunk_tokens))
             for index in range(before // self._chunk_tokens, len(chain)):
                 tokens = plain_tokens(synthetic_tokens([chain[index]], self._server_chunk))
-                if tokens not in self._acknowledged.chunks:
+                if tokens not in self._acknowledged.chunks and chain[index] not in self._loaded:
                     yield f"{name} counts {stored} tokens as stored, but chunk {index} was never acknowledged"
 
 

@@ -18,7 +18,6 @@ from lmcache_mp_safe.testing.fake_server import Call
 from lmcache_mp_safe.testing.sim.device import Rank
 from lmcache_mp_safe.testing.sim.host import MAX_TOKENS
 from lmcache_mp_safe.testing.sim.tokens import BLOCK, Chain, Words
-from lmcache_mp_safe.wire.tokens import plain_tokens, synthetic_tokens
 
 
 class Handouts:
@@ -55,6 +54,7 @@ class Jobs:
 
     Attributes:
         wrong: what a job must not do and did.
+        loaded: digests of the objects that loads have brought.
     """
 
     def __init__(self, pool: BlockPool, ranks: int) -> None:
@@ -64,6 +64,7 @@ class Jobs:
         self._handouts = Handouts(pool)
         self._ranks = range(ranks)
         self.open: dict[JobId, Job] = {}
+        self.loaded: set[bytes] = set()
         self._known: set[JobId] = set()
 
     def planned(self, plan: StepPlan) -> None:
@@ -100,6 +101,7 @@ class Jobs:
                 self.counts[f"job ended: {one.outcome.value}"] += 1
             elif isinstance(job.job, LoadJob) and rank == 0:
                 self.counts["hits"] += 1
+                self.loaded.update(copy.digest for copy in job.job.objects)
             job.waiting.discard(rank)
             if not job.waiting:
                 del self.open[one.job_id]
@@ -178,12 +180,6 @@ class Acknowledgements:
             self._lookups[call.arguments[0].request_id] = call.arguments[0]
         elif call.operation == "query_prefetch_status" and to_a_store and call.result():
             self._add(self._lookups[call.arguments[0]].token_ids, chunk, range(call.result()))
-
-    def ended(self, job: StoreJob | LoadJob, chunk: int) -> None:
-        """What was loaded and checked is on the server, also where the answer to its commit was lost: a watermark may
-        start behind it."""
-        if isinstance(job, LoadJob):
-            self.chunks.update(plain_tokens(synthetic_tokens([copy.digest], chunk)) for copy in job.objects)
 
     def _add(self, tokens: Sequence[int], chunk: int, indices: Iterable[int]) -> None:
         self.chunks.update(tuple(tokens[index * chunk : (index + 1) * chunk]) for index in indices)

@@ -11,7 +11,7 @@ from random import Random
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from lmcache_mp_safe.connector import PlanMetadata
-from lmcache_mp_safe.contract import JobOutcome, StepReport
+from lmcache_mp_safe.contract import StepReport
 from lmcache_mp_safe.scheduler.half import SchedulerHalf
 from lmcache_mp_safe.testing.fake_server import Call, FakeServer, SharedMemory
 from lmcache_mp_safe.testing.sim import invariants as check
@@ -68,7 +68,7 @@ class World:
         self.jobs = Jobs(self.engine.pool, settings.ranks)
         self.payloads = Payloads(self.engine.ranks, self.engine.pool)
         self.acknowledged = Acknowledgements()
-        self.watermarks = check.Watermarks(self.acknowledged, settings.chunk_tokens, SERVER_CHUNK)
+        self.watermarks = check.Watermarks(self.acknowledged, self.jobs.loaded, settings.chunk_tokens, SERVER_CHUNK)
         self._old_namespaces: set[str] = set()
         self.engine.planned = self._planned
         self.engine.reported = self._reported
@@ -248,9 +248,6 @@ class World:
             self._out.append(f"store {','.join(str(job.job_id) for job in plan.stores)}")
 
     def _reported(self, rank: int, report: StepReport) -> None:
-        for job in report.jobs:
-            if (known := self.jobs.open.get(job.job_id)) is not None and job.outcome is JobOutcome.DONE:
-                self.acknowledged.ended(known.job, SERVER_CHUNK)
         self.jobs.reported(rank, report)
         for job in report.jobs:
             self._out.append(f"job {job.job_id} {job.outcome.value} on rank {rank}")
