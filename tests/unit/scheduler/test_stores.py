@@ -36,6 +36,16 @@ def started(world: World, request: FakeRequest) -> FakeRequest:
     return request
 
 
+def being_copied(world: World) -> FakeRequest:
+    """A request whose first block is being copied by workers that report nothing yet."""
+    world.hold_reports = True
+    request = started(world, FakeRequest("r", prompt(BLOCK)))
+    world.compute(request, BLOCK)
+    world.plan([request])
+    assert world.plan([request]).stores
+    return request
+
+
 def compute_all(world: World, request: FakeRequest, step_tokens: int = BLOCK) -> None:
     while request.num_computed_tokens < request.num_prompt_tokens:
         world.compute(request, step_tokens)
@@ -157,11 +167,7 @@ def test_running_copy_makes_the_forward_wait_once_vllm_moved_the_hash_away() -> 
 
 def test_source_blocks_stay_held_until_every_rank_has_answered() -> None:
     world = World(ranks=2)
-    world.hold_reports = True
-    request = started(world, FakeRequest("r", prompt(BLOCK)))
-    world.compute(request, BLOCK)
-    world.plan([request])
-    assert world.plan([request]).stores
+    request = being_copied(world)
     world.finish(request)
     assert world.half.pinned_blocks == world.pool.held == 2
     world.report(ranks=[1])
@@ -460,11 +466,7 @@ def test_reservation_past_its_lease_is_not_copied_into_but_given_back_and_mended
 
 def test_reservation_whose_lease_ends_while_it_is_copied_is_given_back_and_counts_as_nothing() -> None:
     world = World(groups=(FULL,))
-    world.hold_reports = True
-    request = started(world, FakeRequest("r", prompt(BLOCK)))
-    world.compute(request, BLOCK)
-    world.plan([request])
-    assert world.plan([request]).stores
+    request = being_copied(world)
     world.now += world.wire.lease_s + 1
     assert world.wire.writing
     world.report()
@@ -475,11 +477,7 @@ def test_reservation_whose_lease_ends_while_it_is_copied_is_given_back_and_count
 
 def test_slots_of_a_copy_that_failed_are_not_made_readable() -> None:
     world = World(groups=(FULL,))
-    world.hold_reports = True
-    request = started(world, FakeRequest("r", prompt(BLOCK)))
-    world.compute(request, BLOCK)
-    world.plan([request])
-    assert world.plan([request]).stores
+    being_copied(world)
     world.report(outcome=JobOutcome.COPY_FAILED)
     assert world.wire.writing
     assert not world.wire.stored
@@ -546,11 +544,7 @@ def test_engine_steps_on_until_the_workers_know_that_the_server_is_gone() -> Non
 
 def test_pins_of_copies_under_way_outlive_the_server_until_the_workers_answer() -> None:
     world = World()
-    world.hold_reports = True
-    request = started(world, FakeRequest("r", prompt(BLOCK)))
-    world.compute(request, BLOCK)
-    world.plan([request])
-    assert world.plan([request]).stores
+    request = being_copied(world)
     world.wire.restart_server()
     world.finish(request)
     assert world.half.pinned_blocks == 4  # those of the old copies, and the same blocks again for the new server
