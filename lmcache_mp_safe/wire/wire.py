@@ -184,13 +184,15 @@ class Wire:
             return
         self._stopped = True
         link, self._link = self._link, None
-        if link is not None:
-            self._say_goodbye(link, deadline_s)
-            self._maker.close(link.connection)
-        self._sessions.clear()
-        self._closing.clear()
-        self._maker.stop(deadline_s)
-        self._turns.want(False)  # last: what is said in parting are calls, too
+        try:
+            if link is not None:
+                self._say_goodbye(link, deadline_s)
+                self._maker.close(link.connection)
+            self._sessions.clear()
+            self._closing.clear()
+            self._maker.stop(deadline_s)
+        finally:
+            self._turns.want(False)  # last: what is said in parting are calls, too
 
     def _say_goodbye(self, link: Link, deadline_s: float) -> None:
         client, last, now = link.connection.client, None, self._polled_at
@@ -204,7 +206,7 @@ class Wire:
                 client.query_prefetch_status(session.name)
                 session.locked, session.locked_at = [range(lookup.objects)], lookup.sent
             self._publish(link, session, now)
-            self._give_back(link, session, now)
+            self._release_reads(link, session, now)
             if session.used:
                 last = client.end_session(session.name)
         if may_unregister and not link.granted:
@@ -360,13 +362,13 @@ class Wire:
                 return
             self._publish(link, session, now)
             if session.reading is not None or session.locked:
-                self._give_back(link, session, now)
+                self._release_reads(link, session, now)
             elif not session.running and not session.reservations and session.after not in self._closing:
                 del self._closing[session.number]
                 if session.used:
                     self._send(link, Kind.SETTLE, session, link.connection.client.end_session(session.name), now)
 
-    def _give_back(self, link: Link, session: Session, now: float) -> None:
+    def _release_reads(self, link: Link, session: Session, now: float) -> None:
         client = link.connection.client
         locked, session.locked = session.locked, []
         if session.reading is not None:
@@ -636,7 +638,7 @@ class Wire:
         session = self._owner(call)
         session.lock(objects, call.sent)
         if call.told and not session.closing:
-            self._give_back(link, session, now)
+            self._release_reads(link, session, now)
 
     def _reading(self, link: Link, call: Call, now: float) -> None:
         """The retrieve's end is owed: at once where nobody waits for the retrieve any more."""

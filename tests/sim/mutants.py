@@ -225,7 +225,7 @@ MUTANTS = (
            without_chain),
     Mutant("locks_are_not_freed", "locks that are not needed stay", wire.Wire, "free", nothing),
     Mutant("sessions_do_not_end", "no session ends on the server", wire.Wire, "_send", never_used),
-    Mutant("no_end_of_reading", "a closed session keeps its retrieve", wire.Wire, "_give_back", nothing),
+    Mutant("no_end_of_reading", "a closed session keeps its retrieve", wire.Wire, "_release_reads", nothing),
     Mutant("closing_does_nothing", "sessions are not closed", wire.Wire, "close_in_order", nothing),
     Mutant("failed_loads_pass", "a failed load is told as arrived", worker.WorkerHalf, "poll", never_failed),
     Mutant("checksums_are_ignored", "what arrived is not compared", copier.Copier, "_wrong_arrivals", always(())),

@@ -108,8 +108,10 @@ def segment() -> Iterator[Path]:
 
 
 @pytest.fixture
-def bench(segment: Path) -> Bench:
-    return Bench(segment)
+def bench(segment: Path) -> Iterator[Bench]:
+    made = Bench(segment)
+    yield made
+    made.wire.shutdown(0.0)
 
 
 def reserved(bench: Bench) -> tuple[SessionId, CallId]:

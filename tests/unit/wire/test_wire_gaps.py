@@ -34,11 +34,12 @@ def maker(segment: Path) -> FakeMaker:
 
 
 @pytest.fixture
-def wire(maker: FakeMaker) -> Wire:
+def wire(maker: FakeMaker) -> Iterator[Wire]:
     wire = Wire(SMALL_CAP, maker=maker)  # type: ignore[arg-type]
     wire.start(0.0)
     wire.poll(0.0)
-    return wire
+    yield wire
+    wire.shutdown(0.0)
 
 
 def answer(wire: Wire, client: FakeClient, name: str, value: Any, now: float = 0.0) -> list[WireEvent]:

@@ -60,8 +60,8 @@ class WireMachine(RuleBasedStateMachine):
             return
         try:
             self.finish()
-            self.wire.shutdown(0.0)
         finally:
+            self.wire.shutdown(0.0)
             self.segment.unlink()
 
     def finish(self) -> None:
@@ -207,7 +207,7 @@ TestWireMachine.settings = settings(max_examples=100, stateful_step_count=30, de
 
 
 def frees_twice(wire: Wire) -> None:
-    give_back = wire._give_back
+    give_back = wire._release_reads
 
     def twice(link: object, session: object, now: float) -> None:
         locked = list(session.locked)  # type: ignore[attr-defined]
@@ -215,14 +215,14 @@ def frees_twice(wire: Wire) -> None:
         session.locked = locked[:1]  # type: ignore[attr-defined]
         give_back(link, session, now)  # type: ignore[arg-type]
 
-    wire._give_back = twice  # type: ignore[method-assign]
+    wire._release_reads = twice  # type: ignore[method-assign]
 
 
 def forgets_to_free(wire: Wire) -> None:
     def forget(link: object, session: object, now: float) -> None:
         session.locked, session.reading = [], None  # type: ignore[attr-defined]
 
-    wire._give_back = forget  # type: ignore[method-assign]
+    wire._release_reads = forget  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("mistake", [frees_twice, forgets_to_free])
