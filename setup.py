@@ -23,7 +23,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError, ExecError
 
-SOURCES = ["csrc/bindings.cpp", "csrc/copies.cpp", "csrc/launch.cu"]
+SOURCES = ["csrc/bindings.cpp", "csrc/commands.cpp", "csrc/copies.cpp", "csrc/launch.cu"]
 HEADERS = sorted(map(str, Path("csrc").rglob("*.*h")))
 ARCHITECTURES = ["80", "86", "89", "90", "100", "120"]
 

@@ -27,7 +27,8 @@ from lmcache_mp_safe.geometry.payload import ObjectLayout
 from lmcache_mp_safe.geometry.spans import Spans, spans
 from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence
 from lmcache_mp_safe.ops.device import Device, DeviceError
-from lmcache_mp_safe.ops.streamed import StreamedBackend, _Store
+from lmcache_mp_safe.ops.streamed import StreamedBackend
+from lmcache_mp_safe.ops.submission import Store
 from lmcache_mp_safe.testing.pools import pool_file, simple_pages
 from lmcache_mp_safe.worker.copy_thread import CopyThread
 from lmcache_mp_safe.worker.half import WorkerHalf
@@ -159,7 +160,7 @@ class Copies:
         if checked:
             return self.backend.copy_out(self._sources[index], [slot], after)
         # Stores are always sealed with a checksum; this is what they would cost without.
-        return self.backend._copy(_Store, self.backend._out, self._sources[index], [slot], after, checked=False)
+        return self.backend._copy(Store, self.backend._out, self._sources[index], [slot], after, checked=False)
 
     def copy(self, way: str, count: int, *, checked: bool) -> None:
         """Copy that many objects, and wait until they are over."""

@@ -3,6 +3,7 @@
 //
 // Every function that can fail returns 0, or an error whose text the same thread finds in `lmcache_mp_safe_last_error`.
 
+#include "commands.h"
 #include "copies.h"
 #include "launch.h"
 #include "status.h"
@@ -36,8 +37,6 @@ T* pointer(uint64_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-cudaStream_t stream_of(uint64_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
-
 }  // namespace
 
 EXPORT const char* lmcache_mp_safe_last_error() { return last_error.c_str(); }
@@ -64,24 +63,8 @@ EXPORT int lmcache_mp_safe_unregister(uint64_t address) {
     return guarded([&] { CHECK(cudaHostUnregister(pointer<void>(address))); });
 }
 
-EXPORT int lmcache_mp_safe_copy(const uint64_t (*rows)[3], int64_t count, uint64_t stream, int force_loop) {
+EXPORT int lmcache_mp_safe_submit(const uint64_t (*rows)[kCommandWords], int64_t count, int force_loop) {
     return guarded([&] {
-        plan::Copies copies = plan::split(rows, count);
-        submit_copies(copies, stream_of(stream), force_loop != 0);
-    });
-}
-
-EXPORT int lmcache_mp_safe_move(uint64_t table, int64_t count, uint64_t stream) {
-    return guarded([&] {
-        if (!plan::checked_move(pointer<void>(table), count)) return;
-        launch_move(pointer<const moving::Move>(table), static_cast<int>(count), stream_of(stream));
-    });
-}
-
-EXPORT int lmcache_mp_safe_digest(uint64_t table, int64_t count, uint64_t length, uint64_t digests, uint64_t stream) {
-    return guarded([&] {
-        if (!plan::checked_digest(pointer<void>(table), count, length, pointer<void>(digests))) return;
-        launch_digest(pointer<const digesting::Run>(table), static_cast<int>(count), length,
-                      pointer<unsigned long long>(digests), stream_of(stream));
+        for (int64_t i = 0; i < count; i++) submit_command(rows[i], force_loop != 0);
     });
 }

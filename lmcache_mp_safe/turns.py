@@ -3,6 +3,11 @@
 An engine that has nothing to do but to wait for the server asks again and again. Each message passes through a thread
 of LMCache's client, and each copy through the copy thread; whenever such a thread wants the interpreter it waits for a
 whole turn. A hit of six chunks took 150 ms to be found this way, and takes 20 ms with short turns.
+
+They must be shorter than what the engine computes between two calls that give the interpreter away by themselves, some
+hundred microseconds: each of those calls starts the waiting thread's turn anew, and mostly the engine is first to take
+the interpreter back. With 200 us a load of 31 objects waited 0.1 to 5.6 s for its 30 ms of computing, with 20 us never
+more than 30 ms (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import sys
 from typing import ClassVar
 from weakref import WeakSet
 
-_SHORT_S = 0.0002
+_SHORT_S = 20e-6
 
 
 class ShortTurns:

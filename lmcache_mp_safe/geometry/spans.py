@@ -48,6 +48,14 @@ class Spans:
         columns = np.array(spans, dtype=np.int64).reshape(len(spans), len(Span._fields)).T
         return cls(*columns)
 
+    @classmethod
+    def joined(cls, payloads: Sequence[tuple[Self, int]]) -> Self:
+        """Several payloads and how many pieces each has, as one payload in as many pieces as all of them."""
+        before = np.cumsum([0, *(pieces for _, pieces in payloads)])[:-1]
+        columns = {field.name: [getattr(spans, field.name) for spans, _ in payloads] for field in fields(cls)}
+        columns["piece"] = [piece + offset for piece, offset in zip(columns["piece"], before, strict=True)]
+        return cls(**{name: np.concatenate(parts) for name, parts in columns.items()})
+
     def __len__(self) -> int:
         return len(self.length)
 

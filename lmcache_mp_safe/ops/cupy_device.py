@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from lmcache_mp_safe.ops.device import DeviceError, Stream, Words
+from lmcache_mp_safe.ops.device import Command, Copy, DeviceError, Digest, Move, Record, Stream, Wait
 from lmcache_mp_safe.ops.kernels import THREADS, digest_grid, kernel_source, move_grid
-from lmcache_mp_safe.ops.torch_device import TorchDevice, handle_of, raises_device_error
+from lmcache_mp_safe.ops.torch_device import TorchDevice, event_handle, raises_device_error, stream_handle
 
 HOST_REGISTER_PORTABLE = 1
 MEMCPY_DEFAULT = 4
@@ -56,30 +57,40 @@ class CupyDevice(TorchDevice):
         self._runtime.hostUnregister(address)
 
     @raises_device_error
-    def copy(self, copies: Words, stream: Stream) -> None:
-        handle = handle_of(stream)
-        for source, target, size in copies.reshape(-1, 3).tolist():
+    def submit(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            self._submit(command)
+
+    def _submit(self, command: Command) -> None:
+        match command:
+            case Record(stream, event):
+                self._runtime.eventRecord(event_handle(event), stream_handle(stream))
+            case Wait(stream, event):
+                self._runtime.streamWaitEvent(stream_handle(stream), event_handle(event))
+            case Copy():
+                self._copy(command)
+            case Move(stream, table, entries):
+                if entries < 0:
+                    raise DeviceError(f"move: {entries} rows")
+                grid = move_grid(entries, self._multiprocessors)
+                self._launch(self._move, grid, stream, (np.uint64(table), np.int32(entries)))
+            case Digest(stream, table, entries, length, digests):
+                if length > 0 >= entries:
+                    raise DeviceError(f"digest: {entries} runs for {length} bytes")
+                grid = digest_grid(length, self._multiprocessors)
+                arguments = (np.uint64(table), np.int32(entries), np.uint64(length), np.uint64(digests))
+                self._launch(self._digest, grid, stream, arguments)
+
+    def _copy(self, command: Copy) -> None:
+        handle = stream_handle(command.stream)
+        for source, target, size in command.rows.tolist():
             if size:
                 self._runtime.memcpyAsync(target, source, size, MEMCPY_DEFAULT, handle)
 
-    @raises_device_error
-    def move(self, table: int, count: int, stream: Stream) -> None:
-        if count < 0:
-            raise DeviceError(f"move: {count} rows")
-        if count > 0:
-            grid = move_grid(count, self._multiprocessors)
+    def _launch(self, kernel: Any, grid: int, stream: Stream, arguments: tuple[Any, ...]) -> None:
+        if grid:
             with self._cupy_stream(stream):
-                self._move((grid,), (THREADS,), (np.uint64(table), np.int32(count)))
-
-    @raises_device_error
-    def digest(self, table: int, count: int, length: int, digests: int, stream: Stream) -> None:
-        if length > 0 >= count:
-            raise DeviceError(f"digest: {count} runs for {length} bytes")
-        if length > 0:
-            arguments = (np.uint64(table), np.int32(count), np.uint64(length), np.uint64(digests))
-            grid = digest_grid(length, self._multiprocessors)
-            with self._cupy_stream(stream):
-                self._digest((grid,), (THREADS,), arguments)
+                kernel((grid,), (THREADS,), arguments)
 
     def _kernel(self, file: str, function: str) -> Any:
         try:
@@ -90,7 +101,7 @@ class CupyDevice(TorchDevice):
         return kernel
 
     def _cupy_stream(self, stream: Stream) -> Any:
-        handle = handle_of(stream)
+        handle = stream_handle(stream)
         if handle not in self._streams:
             with warnings.catch_warnings():
                 # cupy 14 would have us use Stream.from_external, which cupy 13 lacks, and which in some versions

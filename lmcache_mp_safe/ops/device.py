@@ -4,13 +4,17 @@ All addresses are integers in one address space: device memory, pinned host memo
 stream in the order in which it is submitted, and nothing here waits for it except `synchronize`. Whoever submits keeps
 the memory alive until an event behind the work is done.
 
+Work is submitted as a list of commands, because each call into a driver gives the interpreter away, and beside a busy
+engine it takes long to get it back: one call for all copies of a job, not a dozen for each.
+
 Errors: every call raises `DeviceError` for a status that is not success; one that reports an earlier failure of the
 device raises it too.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +33,10 @@ class DeviceError(SafeError):
 
 
 class Event(Protocol):
-    """A mark on a stream. It comes from `Stream.record`, so there is none that was not recorded."""
+    """A mark on a stream: where it was recorded last. Whoever waits already waits for where it was before."""
 
     def done(self) -> bool:
-        """Whether everything submitted before the mark is over."""
+        """Whether everything submitted before the mark is over. Not to be asked before it was recorded."""
 
 
 class Stream(Protocol):
@@ -54,6 +58,65 @@ class DeviceMemory(Protocol):
     @property
     def address(self) -> int:
         """Aligned to 256 bytes at least."""
+
+
+class Record(NamedTuple):
+    """Set the event behind everything that was submitted to the stream by now."""
+
+    stream: Stream
+    event: Event
+
+
+class Wait(NamedTuple):
+    """Later work on the stream starts after the event, which may be another stream's."""
+
+    stream: Stream
+    event: Event
+
+
+class Copy(NamedTuple):
+    """Copies by the copy engine, between any two kinds of memory.
+
+    Attributes:
+        rows: host array of shape (n, 3): source address, target address, bytes. The copies must not overlap, and
+            their order is not defined. It may be reused once it was submitted.
+    """
+
+    stream: Stream
+    rows: Words
+
+
+class Move(NamedTuple):
+    """Copies inside of device memory by a kernel, for runs that are too short for the copy engine.
+
+    Attributes:
+        table: device address of `entries` rows of three uint64: source address, target address, bytes. Any alignment.
+    """
+
+    stream: Stream
+    table: int
+    entries: int
+
+
+class Digest(NamedTuple):
+    """XXH3-64 of each tile of a payload in device memory (`geometry/checksum.py`).
+
+    Attributes:
+        table: device address of `entries` rows of two uint64: position in the payload, address of the run that starts
+            there. Positions grow from 0; a run ends where the next one starts. Any alignment.
+        length: bytes of the payload; where it is no multiple of a tile, zeros follow.
+        digests: address of one uint64 a tile, in page-locked host memory: the kernel writes there by itself, so no copy
+            of a few bytes has to queue behind the long ones of its direction.
+    """
+
+    stream: Stream
+    table: int
+    entries: int
+    length: int
+    digests: int
+
+
+Command: TypeAlias = Record | Wait | Copy | Move | Digest
 
 
 class Device(Protocol):
@@ -83,28 +146,12 @@ class Device(Protocol):
     def unregister(self, address: int) -> None:
         """Undo `register`, called with the same address."""
 
-    def copy(self, copies: Words, stream: Stream) -> None:
-        """Copies by the copy engine, between any two kinds of memory.
+    def event(self) -> Event:
+        """A new one, which `Record` will set. Waiting for it before that is waiting for nothing."""
 
-        Args:
-            copies: host array of shape (n, 3): source address, target address, bytes. It may be reused at once. The
-                copies must not overlap; their order is not defined.
-        """
+    def submit(self, commands: Sequence[Command]) -> None:
+        """Submit work, in this order.
 
-    def move(self, table: int, count: int, stream: Stream) -> None:
-        """Copies inside of device memory by a kernel, for runs that are too short for the copy engine.
-
-        Args:
-            table: device address of `count` rows of three uint64: source address, target address, bytes. Any alignment.
-        """
-
-    def digest(self, table: int, count: int, length: int, digests: int, stream: Stream) -> None:
-        """XXH3-64 of each tile of a payload in device memory (`geometry/checksum.py`).
-
-        Args:
-            table: device address of `count` rows of two uint64: position in the payload, address of the run that
-                starts there. Positions grow from 0; a run ends where the next one starts. Any alignment.
-            length: bytes of the payload; where it is no multiple of a tile, zeros follow.
-            digests: address of one uint64 a tile, in page-locked host memory: the kernel writes there by itself, so no
-                copy of a few bytes has to queue behind the long ones of its direction.
+        Raises:
+            DeviceError: those before the one that failed are submitted.
         """

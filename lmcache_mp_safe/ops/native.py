@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lmcache_mp_safe.ops.device import DeviceError, Stream, Words
-from lmcache_mp_safe.ops.torch_device import TorchDevice, handle_of
+from lmcache_mp_safe.ops.device import Command, Copy, DeviceError, Digest, Move, Record, Wait
+from lmcache_mp_safe.ops.torch_device import TorchDevice, event_handle, stream_handle
 
 LIBRARY = Path(__file__).parents[1] / "_cuda.so"
 HOW_TO_BUILD = (
@@ -28,10 +29,11 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "load_kernels": (c_int, []),
     "register": (c_int, [c_uint64, c_uint64]),
     "unregister": (c_int, [c_uint64]),
-    "copy": (c_int, [c_void_p, c_int64, c_uint64, c_int]),
-    "move": (c_int, [c_uint64, c_int64, c_uint64]),
-    "digest": (c_int, [c_uint64, c_int64, c_uint64, c_uint64, c_uint64]),
+    "submit": (c_int, [c_void_p, c_int64, c_int]),
 }
+
+COMMANDS: tuple[type[Command], ...] = (Record, Wait, Copy, Move, Digest)  # csrc/commands.h: their numbers
+ROW_WORDS = 6  # number, stream, and up to four arguments
 
 
 class Library:
@@ -43,6 +45,11 @@ class Library:
             function = library[f"lmcache_mp_safe_{name}"]
             function.restype, function.argtypes = result, arguments
             self._functions[name] = function
+
+    def submit(self, rows: Sequence[Sequence[int]], *, force_loop: bool = False) -> None:
+        """Commands as csrc/commands.h has them; see `row_of`."""
+        table = np.array([[*row, *[0] * (ROW_WORDS - len(row))] for row in rows], np.uint64).reshape(-1, ROW_WORDS)
+        self.call("submit", table.ctypes.data, len(table), force_loop)
 
     def call(self, name: str, *arguments: int) -> None:
         if self._functions[name](*arguments) != 0:
@@ -97,12 +104,21 @@ class NativeDevice(TorchDevice):
     def unregister(self, address: int) -> None:
         self._library.call("unregister", address)
 
-    def copy(self, copies: Words, stream: Stream) -> None:
-        rows = np.ascontiguousarray(copies, dtype=np.uint64).reshape(-1, 3)
-        self._library.call("copy", rows.ctypes.data, len(rows), handle_of(stream), self._force_loop)
+    def submit(self, commands: Sequence[Command]) -> None:
+        self._library.submit([row_of(command) for command in commands], force_loop=self._force_loop)
 
-    def move(self, table: int, count: int, stream: Stream) -> None:
-        self._library.call("move", table, count, handle_of(stream))
 
-    def digest(self, table: int, count: int, length: int, digests: int, stream: Stream) -> None:
-        self._library.call("digest", table, count, length, digests, handle_of(stream))
+def row_of(command: Command) -> list[int]:
+    """The command in integers. The memory of its rows, if any, is the command's."""
+    row = [COMMANDS.index(type(command)), stream_handle(command.stream)]
+    match command:
+        case Record(_, event) | Wait(_, event):
+            return [*row, event_handle(event)]
+        case Copy(_, rows):
+            assert rows.flags.c_contiguous
+            assert rows.dtype == np.uint64
+            return [*row, rows.ctypes.data, len(rows)]
+        case Move(_, table, entries):
+            return [*row, table, entries]
+        case Digest(_, table, entries, length, digests):
+            return [*row, table, entries, length, digests]

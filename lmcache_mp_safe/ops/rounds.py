@@ -80,14 +80,15 @@ class Round:
     staged: Words
 
 
-def rounds(runs: Runs, buffers: tuple[int, int], limits: Limits) -> Iterator[Round]:
-    """The rounds of one piece, in order; `buffers` are the addresses of the staging buffers, which take turns."""
+def rounds(runs: Runs, buffers: tuple[int, int], limits: Limits, turn: int = 0) -> Iterator[Round]:
+    """The rounds of one piece, in order; `buffers` are the addresses of the staging buffers, which take turns, that of
+    `turn` first."""
     end = np.cumsum(runs.length)
     total = int(end[-1]) if len(end) else 0
     start = end - runs.length
     staged = _staged(runs, limits.direct_bytes)
     staged_before = np.concatenate([[0], np.cumsum(np.where(staged, runs.length, 0))])
-    begin, turn = 0, 0
+    begin = 0
     while begin < total:
         limit = _round_end(begin, total, start, staged, staged_before, limits)
         made = _round(begin, limit, runs.address, start, end, staged, buffers[turn], turn)

@@ -1,15 +1,6 @@
 """Copies on a device with streams, gated by a fence on the compute stream.
 
-Each direction has a stream for the copy engine and one for kernels, so that the checksums of one object and the
-gathering of the next run while bytes are on the bus:
-
-    store   kernels  | wait fence | tables | gather -> buffer | checksums of the pages ......|
-            copies   | wait fence | wait gather | pages and buffer -> slot                   | event
-    load    copies   | wait fence | tables | slot -> pages and buffer |
-            kernels  | wait fence | wait copies | buffer -> pages | checksums of the pages | event
-
-A load's kernels wait for its copies, so nothing of a later load that needs the copy engine may stand behind them: its
-tables go with its copies, and digests are written to the host by the kernel itself.
+`rounds.py` says which bytes go which way, `submission.py` makes commands of it; here they meet the pool's memory.
 
 Copies of one direction end in the order of their submission. Device memory that two streams use, staging buffers and
 tables, changes hands by events. Nothing waits on the host, but for slots that could not be page-locked.
@@ -21,11 +12,10 @@ tables and streams live as long as the backend.
 
 from __future__ import annotations
 
-import abc
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +24,10 @@ from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.geometry.checksum import TILE_BYTES, combine, tile_count
 from lmcache_mp_safe.geometry.spans import Spans
 from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence, SlotMemory
-from lmcache_mp_safe.ops.device import Device, DeviceMemory, Event, Stream, Words
+from lmcache_mp_safe.ops.device import Device, Event, Stream, Words
 from lmcache_mp_safe.ops.pinning import PinnedMemory
-from lmcache_mp_safe.ops.rounds import Limits, Round, Runs, rounds
+from lmcache_mp_safe.ops.rounds import Runs, rounds
+from lmcache_mp_safe.ops.submission import Lane, Load, Part, Store, Submission
 
 DEFAULT_STAGING_BYTES = 48 << 20
 # The shortest runs that are faster straight than by the staging buffer (docs/gpu.md). Towards the device one call with
@@ -46,10 +37,6 @@ LOAD_DIRECT_BYTES = 1 << 20
 BOUNCE_BYTES = 16 << 20
 
 _STAGING_BUFFERS = 4  # two a direction
-_TABLE_RUNS = 32 << 10  # more than a tile has bytes
-_TABLE_BYTES = _TABLE_RUNS * 5 * 8
-_ROUND_BYTES = 1 << 30
-_WORD_BYTES = 8
 
 
 class StreamFence:
@@ -83,202 +70,17 @@ class StreamCompletion:
         return tuple(0 if digests is None else combine(digests) for digests in self._digests)
 
 
-class _Lane:
-    """One direction: its streams, and the device memory that its copies use one after the other."""
+@dataclass(frozen=True)
+class _Piece:
+    """One piece of a payload: its runs, its slot, and where its digests go if they are wanted."""
 
-    def __init__(self, device: Device, buffer_bytes: int, direct_bytes: int) -> None:
-        self.limits = Limits(buffer_bytes, _TABLE_RUNS, _ROUND_BYTES, direct_bytes)
-        self.copies: Stream = device.side_stream()
-        self.kernels: Stream = device.side_stream()
-        self.buffers: list[DeviceMemory] = [device.device_memory(buffer_bytes) for _ in range(2)]
-        self.buffer_free: list[Event | None] = [None, None]
-        self.tables: list[DeviceMemory] = [device.device_memory(_TABLE_BYTES) for _ in range(2)]
-        self.tables_free: list[Event | None] = [None, None]
-        self._in_flight: deque[tuple[Event, list[Bytes]]] = deque()
-
-    def hold(self, memory: list[Bytes], until: Event) -> None:
-        """Keep host memory that the device still reads or writes; let go of what it is done with."""
-        while self._in_flight and self._in_flight[0][0].done():
-            self._in_flight.popleft()
-        self._in_flight.append((until, memory))
+    runs: Runs
+    slot: Bytes
+    digests: Words | None
 
     @property
-    def addresses(self) -> tuple[int, int]:
-        return self.buffers[0].address, self.buffers[1].address
-
-    def wait(self, event: Event) -> None:
-        self.copies.wait(event)
-        self.kernels.wait(event)
-
-    def synchronize(self) -> None:
-        self.copies.synchronize()
-        self.kernels.synchronize()
-
-
-class _Submission(abc.ABC):
-    """One copy while it is submitted. `keep` is host memory that the device still reads or writes."""
-
-    def __init__(self, device: Device, lane: _Lane, checked: bool) -> None:
-        self._device, self._lane, self._checked = device, lane, checked
-        self.keep: list[Bytes] = []
-
-    @abc.abstractmethod
-    def tables(self, part: Round) -> tuple[Words, Words]:
-        """The round's moves and the runs of its checksums."""
-
-    @property
-    @abc.abstractmethod
-    def upload_stream(self) -> Stream:
-        """The stream that brings tables to the device; its later work, and what waits for it, may use them."""
-
-    @abc.abstractmethod
-    def submit(self, part: Round, copies: Words, tables: _Tables, results: Words | None) -> None:
-        """One round.
-
-        Args:
-            copies: rows of device address, host address and bytes.
-            results: where the digests of the piece go; None where none are wanted.
-        """
-
-    @abc.abstractmethod
-    def bounce(self, part: Round, slot: Bytes, buffer: Bytes, results: Words | None) -> None:
-        """One round by a page-locked buffer of the round's size; waits on the host."""
-
-    @abc.abstractmethod
-    def end(self) -> Event:
-        """Behind everything that was submitted."""
-
-    def results(self, runs: Runs) -> Words:
-        """Host memory for the digests of a piece."""
-        tiles = tile_count(int(runs.length.sum()))
-        memory = self._device.pinned_memory(max(tiles, 1) * _WORD_BYTES)
-        self.keep.append(memory)
-        return memory.view(np.uint64)[:tiles]
-
-    def submit_all(self, parts: Sequence[Round], copies: Sequence[Words], results: Words | None) -> None:
-        """Rounds whose tables fit into device memory together, and the copies of each; see `submit`."""
-        lane = self._lane
-        lane.tables.reverse()  # the pair takes turns
-        lane.tables_free.reverse()
-        for part, rows, tables in zip(parts, copies, self._upload(parts), strict=True):
-            self.submit(part, rows, tables, results)
-        lane.tables_free[0] = lane.kernels.record()
-
-    def _upload(self, parts: Sequence[Round]) -> list[_Tables]:
-        lane = self._lane
-        found: list[_Tables] = []
-        contents: list[Words] = []
-        begin = address = lane.tables[0].address
-        for part in parts:
-            moves, runs = self.tables(part)
-            runs = runs if self._checked else runs[:0]
-            found.append(_Tables(address, len(moves), address + moves.nbytes, len(runs)))
-            contents += [moves.ravel(), runs.ravel()]
-            address += moves.nbytes + runs.nbytes
-        if address == begin:
-            return found
-        memory = self._device.pinned_memory(address - begin)
-        np.concatenate(contents, out=memory.view(np.uint64))
-        self.keep.append(memory)
-        if (free := lane.tables_free[0]) is not None:
-            self.upload_stream.wait(free)
-        self._device.copy(_row(memory.ctypes.data, begin, memory.nbytes), self.upload_stream)
-        return found
-
-    def move(self, tables: _Tables) -> None:
-        if tables.move_count:
-            self._device.move(tables.moves, tables.move_count, self._lane.kernels)
-
-    def digest(self, part: Round, tables: _Tables, results: Words | None) -> None:
-        """The digests of the round's tiles, into their place in the piece's results."""
-        if results is None:
-            return
-        own = results[part.begin // TILE_BYTES :]
-        length, stream = part.end - part.begin, self._lane.kernels
-        self._device.digest(tables.runs, tables.run_count, length, own.ctypes.data, stream)
-
-
-class _Tables(NamedTuple):
-    """Device addresses of a round's tables, and their rows."""
-
-    moves: int
-    move_count: int
-    runs: int
-    run_count: int
-
-
-class _Store(_Submission):
-    """Pages into slots."""
-
-    @property
-    def upload_stream(self) -> Stream:
-        return self._lane.kernels
-
-    def tables(self, part: Round) -> tuple[Words, Words]:
-        return part.moves, part.staged
-
-    def submit(self, part: Round, copies: Words, tables: _Tables, results: Words | None) -> None:
-        lane = self._lane
-        if part.buffer is not None:
-            free = lane.buffer_free[part.buffer]
-            if free is not None:
-                lane.kernels.wait(free)
-            self.move(tables)
-            lane.copies.wait(lane.kernels.record())
-        self._device.copy(copies, lane.copies)
-        if part.buffer is not None:
-            lane.buffer_free[part.buffer] = lane.copies.record()
-        self.digest(part, tables, results)
-
-    def bounce(self, part: Round, slot: Bytes, buffer: Bytes, results: Words | None) -> None:
-        self.submit_all([part], [_behind(part.copies, buffer.ctypes.data)], results)
-        self._lane.synchronize()
-        slot[part.begin : part.end] = buffer
-
-    def end(self) -> Event:
-        self._lane.copies.wait(self._lane.kernels.record())
-        return self._lane.copies.record()
-
-
-class _Load(_Submission):
-    """Slots into pages. The digests are those of what arrived in the pages."""
-
-    @property
-    def upload_stream(self) -> Stream:
-        return self._lane.copies
-
-    def tables(self, part: Round) -> tuple[Words, Words]:
-        return part.moves[:, [1, 0, 2]], part.pages
-
-    def submit(self, part: Round, copies: Words, tables: _Tables, results: Words | None) -> None:
-        lane = self._lane
-        free = None if part.buffer is None else lane.buffer_free[part.buffer]
-        if free is not None:
-            lane.copies.wait(free)
-        self._device.copy(copies[:, [1, 0, 2]], lane.copies)
-        lane.kernels.wait(lane.copies.record())
-        self.move(tables)
-        self.digest(part, tables, results)
-        if part.buffer is not None:
-            lane.buffer_free[part.buffer] = lane.kernels.record()
-
-    def bounce(self, part: Round, slot: Bytes, buffer: Bytes, results: Words | None) -> None:
-        buffer[:] = slot[part.begin : part.end]
-        self.submit_all([part], [_behind(part.copies, buffer.ctypes.data)], results)
-        self._lane.synchronize()
-
-    def end(self) -> Event:
-        return self._lane.kernels.record()
-
-
-def _row(source: int, target: int, size: int) -> Words:
-    return np.array([[source, target, size]], dtype=np.uint64)
-
-
-def _behind(copies: Words, address: int) -> Words:
-    """A round's copies with host addresses in place of positions."""
-    copies[:, 1] += np.uint64(address)
-    return copies
+    def address(self) -> int:
+        return int(self.slot.ctypes.data)
 
 
 class StreamedBackend:
@@ -304,8 +106,8 @@ class StreamedBackend:
         self._address = np.array([buffer.data_ptr() for buffer in buffers], dtype=np.int64)
         self._size = np.array([buffer.numel() for buffer in buffers], dtype=np.int64)
         buffer_bytes = max(staging_bytes // _STAGING_BUFFERS, TILE_BYTES)
-        self._out = _Lane(device, buffer_bytes, STORE_DIRECT_BYTES if direct_bytes is None else direct_bytes)
-        self._in = _Lane(device, buffer_bytes, LOAD_DIRECT_BYTES if direct_bytes is None else direct_bytes)
+        self._out = Lane(device, buffer_bytes, STORE_DIRECT_BYTES if direct_bytes is None else direct_bytes)
+        self._in = Lane(device, buffer_bytes, LOAD_DIRECT_BYTES if direct_bytes is None else direct_bytes)
         self._memories: list[PinnedMemory] = []
         self._bounce: Bytes | None = None
 
@@ -340,15 +142,15 @@ class StreamedBackend:
     def copy_out(self, spans: Spans, slots: Sequence[Bytes | None], after: Fence) -> Completion:
         if (spans.page_offset == SKIP).any():
             raise LocalError("a store needs every page")
-        return self._copy(_Store, self._out, spans, slots, after, checked=True)
+        return self._copy(Store, self._out, spans, slots, after, checked=True)
 
     def copy_in(self, spans: Spans, slots: Sequence[Bytes], after: Fence, *, checked: bool) -> Completion:
-        return self._copy(_Load, self._in, spans, slots, after, checked=checked)
+        return self._copy(Load, self._in, spans, slots, after, checked=checked)
 
     def _copy(
         self,
-        kind: type[_Submission],
-        lane: _Lane,
+        kind: type[Submission],
+        lane: Lane,
         spans: Spans,
         slots: Sequence[Bytes | None],
         after: Fence,
@@ -357,39 +159,38 @@ class StreamedBackend:
     ) -> Completion:
         assert isinstance(after, StreamFence)
         runs = [None if slot is None else self._runs(spans.of_piece(i), slot) for i, slot in enumerate(slots)]
-        submission = kind(self._device, lane, checked)
-        results = [None if part is None or not checked else submission.results(part) for part in runs]
+        submission = kind(self._device, lane, after.event)
+        digests = _digests(submission, runs) if checked else [None] * len(runs)
+        pieces = [
+            _Piece(part, slot, words)
+            for part, slot, words in zip(runs, slots, digests, strict=True)
+            if part is not None and slot is not None
+        ]
         try:
-            lane.wait(after.event)
-            for part, slot, digests in zip(runs, slots, results, strict=True):
-                if part is not None and slot is not None:
-                    self._submit_piece(submission, lane, part, slot, digests)
-            end = submission.end()
-            lane.hold(submission.keep, end)
-            return StreamCompletion(end, results)
+            for pinned, group in itertools.groupby(pieces, self._memory_of):
+                self._add(submission, lane, list(group), pinned)
+            return StreamCompletion(submission.finish(), digests)
         except BaseException:
             lane.synchronize()  # what was submitted must not outlive its owners
             raise
 
-    def _submit_piece(
-        self, submission: _Submission, lane: _Lane, runs: Runs, slot: Bytes, results: Words | None
-    ) -> None:
-        address = int(slot.ctypes.data)
-        memory = next((memory for memory in self._memories if memory.owns(address)), None)
-        if memory is None or not memory.is_pinned(address, len(slot)):
-            self._bounce_piece(submission, lane, runs, slot, results)
+    def _add(self, submission: Submission, lane: Lane, pieces: Sequence[_Piece], memory: PinnedMemory | None) -> None:
+        if memory is not None:
+            submission.add(_straight(pieces, lane, memory))
             return
-        for group in _that_fit(rounds(runs, lane.addresses, lane.limits)):
-            copies = [memory.cut(_behind(part.copies, address + part.begin), column=1) for part in group]
-            submission.submit_all(group, copies, results)
-
-    def _bounce_piece(
-        self, submission: _Submission, lane: _Lane, runs: Runs, slot: Bytes, results: Words | None
-    ) -> None:
         if self._bounce is None:
             self._bounce = self._device.pinned_memory(BOUNCE_BYTES)
-        for part in rounds(runs, lane.addresses, replace(lane.limits, payload_bytes=BOUNCE_BYTES)):
-            submission.bounce(part, slot, self._bounce[: part.end - part.begin], results)
+        limits = replace(lane.limits, payload_bytes=BOUNCE_BYTES)
+        for piece in pieces:
+            for part in rounds(piece.runs, lane.addresses, limits):
+                copies = _behind(part.copies, self._bounce.ctypes.data)
+                buffer = self._bounce[: part.end - part.begin]
+                submission.bounce(Part(part, copies, piece.digests), piece.slot, buffer)
+
+    def _memory_of(self, piece: _Piece) -> PinnedMemory | None:
+        """The memory that a slot lies in, if all of the slot is page-locked."""
+        memory = next((memory for memory in self._memories if memory.owns(piece.address)), None)
+        return memory if memory is not None and memory.is_pinned(piece.address, len(piece.slot)) else None
 
     def _runs(self, spans: Spans, slot: Bytes) -> Runs:
         """The device addresses of a piece's runs.
@@ -405,16 +206,25 @@ class StreamedBackend:
         return Runs(np.where(wanted, self._address[spans.buffer] + spans.page_offset, 0), spans.length)
 
 
-def _that_fit(parts: Iterable[Round]) -> Iterator[list[Round]]:
-    """Rounds whose tables fit into device memory at once."""
-    group: list[Round] = []
-    size = 0
-    for part in parts:
-        needed = part.moves.nbytes + part.pages.nbytes
-        if group and size + needed > _TABLE_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(part)
-        size += needed
-    if group:
-        yield group
+def _straight(pieces: Sequence[_Piece], lane: Lane, memory: PinnedMemory) -> Iterator[Part]:
+    """The rounds of slots that the copy engine reaches; the staging buffers take turns over all of them."""
+    turn = 0
+    for piece in pieces:
+        for part in rounds(piece.runs, lane.addresses, lane.limits, turn):
+            copies = memory.cut(_behind(part.copies, piece.address + part.begin), column=1)
+            yield Part(part, copies, piece.digests)
+            turn = turn if part.buffer is None else 1 - part.buffer
+
+
+def _behind(copies: Words, address: int) -> Words:
+    """A round's copies with host addresses in place of positions."""
+    copies[:, 1] += np.uint64(address)
+    return copies
+
+
+def _digests(submission: Submission, runs: Sequence[Runs | None]) -> list[Words | None]:
+    """Host memory for the digests of each piece that is wanted."""
+    tiles = [0 if part is None else tile_count(int(part.length.sum())) for part in runs]
+    words = submission.pinned(sum(tiles))
+    parts = np.split(words, np.cumsum(tiles)[:-1])
+    return [None if part is None else own for part, own in zip(runs, parts, strict=True)]

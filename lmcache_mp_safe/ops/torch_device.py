@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
 from lmcache_mp_safe.errors import LocalError
-from lmcache_mp_safe.ops.device import Bytes, DeviceError, Event, Stream, Words
+from lmcache_mp_safe.ops.device import Bytes, Command, DeviceError, Event, Stream
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,20 +49,29 @@ class TorchStream:
 
     @raises_device_error
     def wait(self, event: Event) -> None:
-        if not isinstance(event, TorchEvent):
-            raise LocalError(f"{event!r} is an event of another device")
-        self.stream.wait_event(event.event)
+        self.stream.wait_event(_own(event).event)
 
     @raises_device_error
     def synchronize(self) -> None:
         self.stream.synchronize()
 
 
-def handle_of(stream: Stream) -> int:
+def _own(event: Event) -> TorchEvent:
+    if not isinstance(event, TorchEvent):
+        raise LocalError(f"{event!r} is an event of another device")
+    return event
+
+
+def stream_handle(stream: Stream) -> int:
     """The stream as the CUDA API knows it."""
     if not isinstance(stream, TorchStream):
         raise LocalError(f"{stream!r} is a stream of another device")
     return stream.handle
+
+
+def event_handle(event: Event) -> int:
+    """The event as the CUDA API knows it."""
+    return cast(int, _own(event).event.cuda_event)
 
 
 class TorchMemory:
@@ -118,14 +127,12 @@ class TorchDevice(abc.ABC):
     @abc.abstractmethod
     def unregister(self, address: int) -> None: ...
 
-    @abc.abstractmethod
-    def copy(self, copies: Words, stream: Stream) -> None: ...
+    @raises_device_error
+    def event(self) -> Event:
+        return TorchEvent(self._idle_stream.record_event())  # torch makes it when it is recorded first
 
     @abc.abstractmethod
-    def move(self, table: int, count: int, stream: Stream) -> None: ...
-
-    @abc.abstractmethod
-    def digest(self, table: int, count: int, length: int, digests: int, stream: Stream) -> None: ...
+    def submit(self, commands: Sequence[Command]) -> None: ...
 
     def _new_stream(self) -> Any:
         lowest = max(torch.cuda.Stream.priority_range())  # the lower the number, the higher the priority

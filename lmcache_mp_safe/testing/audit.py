@@ -79,7 +79,7 @@ def audit(worker: Any, half: Any) -> Audit:
     def watched_report(running: Running) -> JobReport:
         job_report: JobReport = report(running)
         if isinstance(running.job, StoreJob) and job_report.outcome is JobOutcome.DONE:
-            _check_slots(seen, worker, running)
+            _check_slots(seen, worker, running.job.object, running)
         return job_report
 
     pins.try_pin, worker.begin_step, worker._end, worker._copier._report = (
@@ -134,18 +134,19 @@ def _check_store(seen: Audit, worker: Any, copy: ObjectCopy) -> None:
     seen._payloads[copy.digest] = _payload(worker, copy.blocks)
 
 
-def _check_slots(seen: Audit, worker: Any, running: Running) -> None:
+def _check_slots(seen: Audit, worker: Any, stored: ObjectCopy, running: Running) -> None:
     """The bytes in the pool, for objects that are stored whole."""
-    (copy,) = running.copies
-    size, capacity = worker._copier._payload_bytes(copy.object), worker._copier._slice(running.pool).capacity
+    copy = running.copy
+    assert copy is not None
+    size, capacity = worker._copier._payload_bytes(stored), worker._copier._slice(running.pool).capacity
     state = hashlib.blake2b(digest_size=16)
     for piece, view in enumerate(copy.slices):
         if view is None:
             return
         state.update(view[: max(0, min(capacity, size - piece * capacity))].data)
     seen.in_slots += 1
-    if state.digest() != seen._payloads.get(copy.object.digest):
-        seen.wrong.append(f"object {copy.object.digest.hex()[:12]} lies in the pool other than it was certified")
+    if state.digest() != seen._payloads.get(stored.digest):
+        seen.wrong.append(f"object {stored.digest.hex()[:12]} lies in the pool other than it was certified")
 
 
 def _check_load(seen: Audit, worker: Any, copy: ObjectCopy) -> None:

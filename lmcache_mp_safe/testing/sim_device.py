@@ -8,21 +8,37 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 import numpy as np
 
 from lmcache_mp_safe.geometry.checksum import TILE_BYTES, PayloadChecksum
-from lmcache_mp_safe.ops.device import Bytes, DeviceError, Words
+from lmcache_mp_safe.ops.device import Bytes, Command, Copy, DeviceError, Digest, Move, Record, Wait, Words
+
+
+class _Mark:
+    """A place on a stream."""
+
+    def __init__(self, *, reached: bool) -> None:
+        self.reached = reached
+
+    def reach(self) -> None:
+        self.reached = True
+
+    def is_reached(self) -> bool:
+        return self.reached
 
 
 class SimEvent:
-    def __init__(self) -> None:
-        self.passed = False
+    """Recorded again it marks another place; whoever waits already waits for the old one."""
+
+    def __init__(self, *, reached: bool = True) -> None:
+        self.mark = _Mark(reached=reached)  # where nothing was recorded there is nothing to wait for
 
     def done(self) -> bool:
-        return self.passed
+        return self.mark.reached
 
 
 class SimStream:
@@ -40,13 +56,14 @@ class SimStream:
         self.work.append(run)
         self._device.submitted()
 
-    def record(self) -> SimEvent:
-        event = SimEvent()
-        self.submit(lambda: setattr(event, "passed", True))
+    def record(self, event: SimEvent | None = None) -> SimEvent:
+        event = event if event is not None else SimEvent()
+        event.mark = _Mark(reached=False)
+        self.submit(event.mark.reach)
         return event
 
     def wait(self, event: SimEvent) -> None:
-        self.work.append(event.done)
+        self.work.append(event.mark.is_reached)
         self._device.submitted()
 
     def step(self) -> bool:
@@ -129,29 +146,41 @@ class SimDevice:
         if self.registered.pop(address, None) is None:
             raise DeviceError("not registered")
 
-    def copy(self, copies: Words, stream: SimStream) -> None:
-        for source, target, size in copies.tolist():
-            stream.submit(functools.partial(ctypes.memmove, target, source, size))
+    def event(self) -> SimEvent:
+        return SimEvent()
 
-    def move(self, table: int, count: int, stream: SimStream) -> None:
-        def act() -> None:
-            for source, target, size in _words(table, count * 3).reshape(count, 3).tolist():
-                ctypes.memmove(target, source, size)
+    def submit(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            stream: Any = command.stream  # one of this device
+            match command:
+                case Record(_, event):
+                    stream.record(event)
+                case Wait(_, event):
+                    stream.wait(event)
+                case Copy(_, rows):
+                    for source, target, size in rows.tolist():
+                        stream.submit(functools.partial(ctypes.memmove, target, source, size))
+                case Move():
+                    stream.submit(functools.partial(_move, command))
+                case Digest():
+                    stream.submit(functools.partial(_digest, command))
 
-        stream.submit(act)
 
-    def digest(self, table: int, count: int, length: int, digests: int, stream: SimStream) -> None:
-        def act() -> None:
-            payload = bytearray()
-            runs = _words(table, count * 2).reshape(count, 2).tolist()
-            for (start, address), end in zip(runs, [start for start, _ in runs[1:]] + [length], strict=True):
-                payload += ctypes.string_at(address, end - start)
-            state = PayloadChecksum()
-            state.update(np.frombuffer(bytes(payload) + bytes(-length % TILE_BYTES), np.uint8))
-            found = np.array(state.tiles, np.uint64)
-            ctypes.memmove(digests, found.ctypes.data, found.nbytes)
+def _move(command: Move) -> None:
+    for source, target, size in _words(command.table, command.entries * 3).reshape(-1, 3).tolist():
+        ctypes.memmove(target, source, size)
 
-        stream.submit(act)
+
+def _digest(command: Digest) -> None:
+    payload = bytearray()
+    runs = _words(command.table, command.entries * 2).reshape(-1, 2).tolist()
+    ends = [start for start, _ in runs[1:]] + [command.length]
+    for (start, address), end in zip(runs, ends, strict=True):
+        payload += ctypes.string_at(address, end - start)
+    state = PayloadChecksum()
+    state.update(np.frombuffer(bytes(payload) + bytes(-command.length % TILE_BYTES), np.uint8))
+    found = np.array(state.tiles, np.uint64)
+    ctypes.memmove(command.digests, found.ctypes.data, found.nbytes)
 
 
 def _words(address: int, count: int) -> Words:

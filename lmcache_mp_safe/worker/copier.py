@@ -63,7 +63,7 @@ class Copier:
                 if running.failure is None:
                     try:
                         self._submit(running, fence)
-                    except Exception as error:  # it ends with the copies that were queued before
+                    except Exception as error:
                         fail(running, error)
                 running.submitted = True
             self._under_way.append(running)
@@ -80,7 +80,7 @@ class Copier:
             way = type(running.job)
             if way not in waiting and _is_over(running):
                 report = self._report(running)
-                running.copies = ()  # here: giving events and page-locked memory back asks the driver
+                running.copy = None  # here: giving events and page-locked memory back asks the driver
                 self.settled.append((running, report))
             else:
                 waiting.add(way)
@@ -106,30 +106,32 @@ class Copier:
         for view in slices:
             if view is not None:
                 view[part.capacity :] = _as_bytes(CLEARED)
-        running.copies += (Copy(copy, slices, self._backend.copy_out(payload, _payloads(slices, part), fence)),)
+        slots = [None if view is None else view[: part.capacity] for view in slices]
+        running.copy = Copy(slices, self._backend.copy_out(payload, slots, fence))
 
     def _copy_all_in(self, running: Running, job: LoadJob, fence: Fence) -> None:
-        """Check every seal before anything is written, then copy."""
+        """Check every seal before anything is written, then copy all objects as one payload: each call into a driver
+        costs a wait for the interpreter."""
         part = self._slice(running.pool)
         self._require_blocks(job.objects, may_skip=True)
-        ready: list[tuple[ObjectCopy, list[Bytes], Spans, list[Seal]]] = []
+        slices: list[Bytes] = []
+        seals: list[Seal] = []
         bad: list[int] = []
         for index, copy in enumerate(job.objects):
-            slices = [self._own_slice(running.pool, part, slot) for slot in copy.slots]
-            payload = self._spans(copy, part)
+            own = [self._own_slice(running.pool, part, slot) for slot in copy.slots]
+            slices += own
             try:
-                ready.append((copy, slices, payload, self._seals(copy, slices, part)))
+                seals += self._seals(copy, own, part)
             except ServerError as error:
                 bad.append(index)
                 running.failure = str(error)
         running.bad_seals = tuple(bad)
         if bad:
             return
+        payload = Spans.joined([(self._spans(copy, part), len(copy.slots)) for copy in job.objects])
+        slots = [view[: part.capacity] for view in slices]
         checked = self._integrity is Integrity.CHECKSUM
-        for copy, slices, payload, seals in ready:
-            views = [view[: part.capacity] for view in slices]
-            completion = self._backend.copy_in(payload, views, fence, checked=checked)
-            running.copies += (Copy(copy, [*slices], completion, seals),)
+        running.copy = Copy([*slices], self._backend.copy_in(payload, slots, fence, checked=checked), seals)
 
     def _slice(self, pool: MappedPool) -> Slice:
         return Slice(*pool.segment.slices[self._rank])
@@ -196,11 +198,13 @@ class Copier:
 
     def _report(self, running: Running) -> JobReport:
         bad: tuple[int, ...] = ()
+        copy, job = running.copy, running.job
         try:
-            if running.failure is None and isinstance(running.job, StoreJob):
-                self._seal(running.copies[0], running.pool)
-            elif running.failure is None:
-                bad = self._wrong_arrivals(running)
+            if running.failure is None and copy is not None:
+                if isinstance(job, StoreJob):
+                    self._seal(job.object, copy, running.pool)
+                else:
+                    bad = self._wrong_arrivals(job, copy)
         except Exception as error:
             fail(running, error)
         if running.bad_seals:
@@ -208,20 +212,19 @@ class Copier:
         elif running.failure is not None:
             outcome, why = JobOutcome.COPY_FAILED, running.failure
         elif bad:
-            outcome = JobOutcome.BAD_CHECKSUM
-            why = f"{len(bad)} of {len(running.copies)} objects did not arrive as they were sealed"
+            outcome, why = JobOutcome.BAD_CHECKSUM, f"{len(bad)} objects did not arrive as they were sealed"
         else:
             outcome, why = JobOutcome.DONE, ""
-        return JobReport(running.job.job_id, self._rank, outcome, why, bad)
+        return JobReport(job.job_id, self._rank, outcome, why, bad)
 
-    def _seal(self, copy: Copy, pool: MappedPool) -> None:
+    def _seal(self, stored: ObjectCopy, copy: Copy, pool: MappedPool) -> None:
         """The payload is in the slots: vouch for it. No seal is written unless all can be."""
         part = self._slice(pool)
-        payload_bytes = self._payload_bytes(copy.object)
+        payload_bytes = self._payload_bytes(stored)
         seals = [
             Seal(
                 layout_digest=self._layout_digest,
-                object_digest=copy.object.digest,
+                object_digest=stored.digest,
                 rank=self._rank,
                 piece=piece,
                 pieces=len(copy.slices),
@@ -235,17 +238,18 @@ class Copier:
             if view is not None:
                 view[part.capacity :] = _as_bytes(seal)
 
-    def _wrong_arrivals(self, running: Running) -> tuple[int, ...]:
+    def _wrong_arrivals(self, job: LoadJob, copy: Copy) -> tuple[int, ...]:
         """Indices of the load's objects that are not what was sealed.
 
         Raises:
-            Exception: a copy failed.
+            Exception: the copy failed.
         """
-        arrived = [list(copy.completion.checksums) for copy in running.copies]
+        arrived = copy.completion.checksums
         if self._integrity is not Integrity.CHECKSUM:
             return ()
-        sealed = [[seal.checksum for seal in copy.seals] for copy in running.copies]
-        return tuple(index for index, pair in enumerate(zip(arrived, sealed, strict=True)) if pair[0] != pair[1])
+        right = [checksum == seal.checksum for checksum, seal in zip(arrived, copy.seals, strict=True)]
+        object_of = [index for index, loaded in enumerate(job.objects) for _ in loaded.slots]
+        return tuple(sorted({index for index, fits in zip(object_of, right, strict=True) if not fits}))
 
 
 def fail(running: Running, error: Exception) -> None:
@@ -262,10 +266,6 @@ def _is_over(running: Running) -> bool:
     except Exception as error:  # the device is lost, and with it its copies
         fail(running, error)
         return True
-
-
-def _payloads(slices: Sequence[Bytes | None], part: Slice) -> list[Bytes | None]:
-    return [None if view is None else view[: part.capacity] for view in slices]
 
 
 def _as_bytes(data: bytes) -> Bytes:

@@ -119,8 +119,8 @@ class WorkerHalf:
             if not running.submitted:
                 fail(running, LocalError("its block is written again before the copy began"))
             try:
-                for copy in running.copies:
-                    self._backend.hold_compute(copy.completion)
+                if running.copy is not None:
+                    self._backend.hold_compute(running.copy.completion)
             except Exception as error:  # the forward may write into what is being copied: it must not be sealed
                 fail(running, error)
 

@@ -1,11 +1,11 @@
-"""A job under way: its copies, and whether it has failed already."""
+"""A job under way: its copy, and whether it has failed already."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from threading import Lock
 
-from lmcache_mp_safe.contract import LoadJob, ObjectCopy, StoreJob
+from lmcache_mp_safe.contract import LoadJob, StoreJob
 from lmcache_mp_safe.geometry.seal import Seal
 from lmcache_mp_safe.ops.contract import Bytes, Completion
 from lmcache_mp_safe.worker.pool import MappedPool
@@ -13,14 +13,13 @@ from lmcache_mp_safe.worker.pool import MappedPool
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """One object's copy, queued.
+    """A job's copy, queued.
 
     Attributes:
-        slices: this rank's slice of each piece; None for a piece that is not stored.
+        slices: this rank's slice of each piece, object after object; None for a piece that is not stored.
         seals: those found in the slices, when it is a load.
     """
 
-    object: ObjectCopy
     slices: list[Bytes | None]
     completion: Completion
     seals: list[Seal] = field(default_factory=list)
@@ -32,10 +31,10 @@ class Running:
 
     Attributes:
         pool: stays mapped while this job runs.
-        copies: those that were queued. A job that failed half-way is over only when they are; then none is left here.
+        copy: None before it is queued, and once it is over.
         lock: one for all jobs of a plan; the copy thread holds it while it submits one of them.
         started: when its plan arrived.
-        submitted: nothing will be added to `copies`. Changes once, under the lock.
+        submitted: whatever was to be queued has been. Changes once, under the lock.
         failure: why the job will end as failed, once it is over.
         bad_seals: indices of a load's objects whose slot does not hold what was promised.
     """
@@ -44,7 +43,7 @@ class Running:
     pool: MappedPool
     lock: Lock
     started: float = 0.0
-    copies: tuple[Copy, ...] = ()
+    copy: Copy | None = None
     submitted: bool = False
     failure: str | None = None
     bad_seals: tuple[int, ...] = ()
@@ -54,6 +53,6 @@ class Running:
         """Nothing of the job reads or writes any more.
 
         Raises:
-            Exception: the device is lost, and with it the copies.
+            Exception: the device is lost, and with it the copy.
         """
-        return self.submitted and all(copy.completion.done() for copy in self.copies)
+        return self.submitted and (self.copy is None or self.copy.completion.done())

@@ -14,7 +14,7 @@ import torch
 
 from lmcache_mp_safe.geometry.checksum import PayloadChecksum, combine, tile_count
 from lmcache_mp_safe.ops.cupy_device import CupyDevice
-from lmcache_mp_safe.ops.device import Bytes, DeviceError, Stream, Words
+from lmcache_mp_safe.ops.device import Bytes, Copy, DeviceError, Digest, Move, Record, Stream, Wait, Words
 from lmcache_mp_safe.ops.native import NativeDevice
 from lmcache_mp_safe.ops.torch_device import TorchDevice, TorchStream
 
@@ -75,7 +75,7 @@ def move_is_exact(device: TorchDevice, stream: Stream, rows: list[tuple[int, int
         expected[target_at : target_at + size] = source[source_at : source_at + size]
     offsets = np.array([[there.data_ptr(), target.data_ptr(), 0]], np.uint64)
     table = uploaded(np.array(rows, np.uint64) + offsets)
-    device.move(table.data_ptr(), len(rows), stream)
+    device.submit([Move(stream, table.data_ptr(), len(rows))])
     stream.synchronize()
     wrong = np.flatnonzero(downloaded(target) != expected)
     assert wrong.size == 0, f"{wrong.size} bytes differ, the first at {wrong[0]}"
@@ -109,9 +109,9 @@ def test_move_copies_long_rows(device: TorchDevice, stream: Stream, source_at: i
 
 
 def test_move_of_nothing_is_nothing(device: TorchDevice, stream: Stream) -> None:
-    device.move(0, 0, stream)
-    with pytest.raises(DeviceError, match="-1 rows"):
-        device.move(256, -1, stream)
+    device.submit([Move(stream, 0, 0)])
+    with pytest.raises(DeviceError, match=f"{2**63} rows"):
+        device.submit([Move(stream, 256, 2**63)])
     stream.synchronize()
 
 
@@ -132,7 +132,7 @@ def digest_is_exact(device: TorchDevice, stream: Stream, payload: Bytes, starts:
     table[:, 1] += np.uint64(there.data_ptr())
     runs, tiles = uploaded(table), tile_count(len(payload))
     digests = uploaded(np.full(tiles + 2, 0x5555, np.uint64))
-    device.digest(runs.data_ptr(), len(starts), len(payload), digests.data_ptr() + 8, stream)
+    device.submit([Digest(stream, runs.data_ptr(), len(starts), len(payload), digests.data_ptr() + 8)])
     stream.synchronize()
     found = downloaded(digests).view(np.uint64)
     reference = PayloadChecksum()
@@ -168,9 +168,9 @@ def test_digest_of_a_large_payload_of_pages(device: TorchDevice, stream: Stream)
 
 
 def test_digest_of_nothing_is_nothing_and_of_no_runs_an_error(device: TorchDevice, stream: Stream) -> None:
-    device.digest(0, 0, 0, 0, stream)
+    device.submit([Digest(stream, 0, 0, 0, 0)])
     with pytest.raises(DeviceError, match="runs for 16 bytes"):
-        device.digest(256, 0, 16, 256, stream)
+        device.submit([Digest(stream, 256, 0, 16, 256)])
     stream.synchronize()
 
 
@@ -199,9 +199,13 @@ def there_and_back(device: TorchDevice, stream: Stream, host: Bytes) -> None:
         return np.array(columns, np.uint64) + np.array([[source, target, 0]], np.uint64)
 
     back = [(middle, start // 8192 * 8192, size) for start, middle, size in rows[:-1]]
-    device.copy(table(base, memory.data_ptr(), rows), stream)
-    device.copy(table(memory.data_ptr(), other.data_ptr(), [(b, b, size) for _, b, size in rows]), stream)
-    device.copy(table(other.data_ptr(), base + half, back), stream)
+    device.submit(
+        [
+            Copy(stream, table(base, memory.data_ptr(), rows)),
+            Copy(stream, table(memory.data_ptr(), other.data_ptr(), [(b, b, size) for _, b, size in rows])),
+            Copy(stream, table(other.data_ptr(), base + half, back)),
+        ]
+    )
     stream.synchronize()
     wrong = np.flatnonzero(host != expected)
     assert wrong.size == 0, f"{wrong.size} bytes differ, the first at {wrong[0]} of {len(host)}"
@@ -246,8 +250,8 @@ def test_copies_of_another_thread(device: TorchDevice) -> None:
 
 
 def test_copy_of_no_rows_is_nothing(device: TorchDevice, stream: Stream) -> None:
-    device.copy(np.zeros((0, 3), np.uint64), stream)
-    device.copy(np.array([[256, 256, 0]], np.uint64), stream)
+    device.submit([Copy(stream, np.zeros((0, 3), np.uint64))])
+    device.submit([Copy(stream, np.array([[256, 256, 0]], np.uint64))])
     stream.synchronize()
 
 
@@ -296,9 +300,9 @@ def test_event_holds_a_side_stream_back(device: TorchDevice, stream: Stream) -> 
     tensor.fill_(7)
     written = device.compute_stream().record()
     assert not written.done()
-    stream.wait(written)
-    device.copy(np.array([[tensor.data_ptr(), host.ctypes.data, host.size]], np.uint64), stream)
-    copied = stream.record()
+    copied = device.event()
+    rows = np.array([[tensor.data_ptr(), host.ctypes.data, host.size]], np.uint64)
+    device.submit([Wait(stream, written), Copy(stream, rows), Record(stream, copied)])
     assert not copied.done()
     stream.synchronize()
     assert written.done()
@@ -311,10 +315,10 @@ def test_device_memory_is_aligned_and_usable(device: TorchDevice, stream: Stream
     assert memory.address % 256 == 0
     host[:] = np.arange(10_001) % 251
     expected = host.copy()
-    device.copy(np.array([[host.ctypes.data, memory.address, host.size]], np.uint64), stream)
+    device.submit([Copy(stream, np.array([[host.ctypes.data, memory.address, host.size]], np.uint64))])
     stream.synchronize()
     host[:] = POISON
-    device.copy(np.array([[memory.address, host.ctypes.data, host.size]], np.uint64), stream)
+    device.submit([Copy(stream, np.array([[memory.address, host.ctypes.data, host.size]], np.uint64))])
     stream.synchronize()
     assert np.array_equal(host, expected)
 

@@ -60,7 +60,7 @@ def test_a_wish_of_another_thread_is_not_lost(usual: float) -> None:
 
 def test_turns_that_are_shorter_already_stay_as_they_are() -> None:
     before = sys.getswitchinterval()
-    sys.setswitchinterval(0.0001)
+    sys.setswitchinterval(5e-6)
     shorter = sys.getswitchinterval()
     try:
         party = ShortTurns()

@@ -210,7 +210,7 @@ class Rank:
         """
         compute: SimStream = self.device.compute
         for _ in range(_PATIENCE):
-            if event.passed:
+            if event.done():
                 return
             if not compute.step():
                 random.choice(self.device.streams).step()

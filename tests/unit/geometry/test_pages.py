@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lmcache_mp_safe.contract import SKIP
 from lmcache_mp_safe.errors import ConfigError, LocalError
 from lmcache_mp_safe.geometry.pages import PageLayout, Segment, TensorView, layer_pages
-from lmcache_mp_safe.geometry.spans import spans
+from lmcache_mp_safe.geometry.spans import Spans, spans
 from lmcache_mp_safe.testing.pools import simple_pages
 
 BLOCKS = 6
@@ -191,3 +191,19 @@ def test_spans_equal_a_map_made_byte_by_byte(groups: list[list[int]], ids: list[
             after.page_offset,
         )
         assert before.piece != after.piece or not joined, "runs that could be one"
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 7) | st.just(SKIP), min_size=1, max_size=6), st.integers(5, 40))))
+def test_joined_payloads_are_the_payloads_one_after_the_other(payloads: list[tuple[list[int], int]]) -> None:
+    layout, _ = simple_pages([[3, 5]], 8)
+    parts = []
+    for ids, capacity in payloads or [([1], 5)]:
+        made = spans([ids], layout, capacity)
+        parts.append((made, -(-len(ids) * 8 // capacity)))
+    joined = Spans.joined(parts)
+    pieces = itertools.count()
+    for made, count in parts:
+        for piece in range(count):
+            own = [span._replace(piece=0) for span in made.of_piece(piece)]
+            assert [span._replace(piece=0) for span in joined.of_piece(next(pieces))] == own
+    assert len(joined) == sum(len(made) for made, _ in parts)

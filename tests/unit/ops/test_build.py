@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from lmcache_mp_safe.errors import LocalError
-from lmcache_mp_safe.ops.device import DeviceError
-from lmcache_mp_safe.ops.native import SIGNATURES, Library, NativeDevice, load_library
-from lmcache_mp_safe.ops.torch_device import handle_of
+from lmcache_mp_safe.ops.device import Copy, DeviceError, Digest, Move, Record
+from lmcache_mp_safe.ops.native import COMMANDS, SIGNATURES, Library, NativeDevice, load_library
+from lmcache_mp_safe.ops.torch_device import stream_handle
 
 ROOT = Path(__file__).parents[3]
+RECORD, COPY, MOVE, DIGEST = map(COMMANDS.index, (Record, Copy, Move, Digest))
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 
 
@@ -60,23 +61,27 @@ def test_status_of_cuda_comes_back_as_an_error_with_file_and_line(library: Libra
     memory = np.zeros(4096, np.uint8)
     with pytest.raises(DeviceError, match=r"csrc/bindings\.cpp:\d+: cudaHostRegister\(.*\): cudaError\w+, .+"):
         library.call("register", memory.ctypes.data, memory.size)
+    rows = np.array([memory.ctypes.data, memory.ctypes.data, 8], np.uint64)
     with pytest.raises(DeviceError, match=r"csrc/copies\.cpp:\d+: cudaMemcpyAsync\("):
-        library.call("copy", np.array([memory.ctypes.data, memory.ctypes.data, 8], np.uint64).ctypes.data, 1, 0, 0)
+        library.submit([[COPY, 0, rows.ctypes.data, 1]])
     with pytest.raises(DeviceError, match=r"csrc/launch\.cu:\d+: "):
-        library.call("move", memory.ctypes.data, 1, 0)
+        library.submit([[MOVE, 0, memory.ctypes.data, 1]])
+    with pytest.raises(DeviceError, match=r"csrc/commands\.cpp:\d+: cudaEventRecord\("):
+        library.submit([[RECORD, 0, memory.ctypes.data]])
     assert not library.has_batch_copy
 
 
 def test_arguments_are_checked_before_anything_is_launched(library: Library) -> None:
-    with pytest.raises(DeviceError, match="move: -1 rows"):
-        library.call("move", 256, -1, 0)
+    with pytest.raises(DeviceError, match=f"move: {2**63} rows|move: -{2**63} rows"):
+        library.submit([[MOVE, 0, 256, 2**63]])
     with pytest.raises(DeviceError, match="digest: no runs for 16 bytes"):
-        library.call("digest", 256, 0, 16, 256, 0)
+        library.submit([[DIGEST, 0, 256, 0, 16, 256]])
     with pytest.raises(DeviceError, match="copy: no rows"):
-        library.call("copy", 0, 1, 0, 0)
-    library.call("move", 0, 0, 0)
-    library.call("digest", 0, 0, 0, 0, 0)
-    library.call("copy", 0, 0, 0, 0)
+        library.submit([[COPY, 0, 0, 1]])
+    with pytest.raises(DeviceError, match="no command has the number 5"):
+        library.submit([[len(COMMANDS), 0]])
+    library.submit([[MOVE, 0, 0, 0], [DIGEST, 0, 0, 0, 0, 0], [COPY, 0, 0, 0]])
+    library.submit([])
 
 
 def test_library_that_is_missing_or_foreign_says_how_to_build_it(tmp_path: Path) -> None:
@@ -96,7 +101,7 @@ def test_device_without_a_gpu_is_an_error_of_the_device(built: Path, monkeypatch
 
 def test_stream_of_another_device_is_our_own_mistake() -> None:
     with pytest.raises(LocalError, match="another device"):
-        handle_of(object())  # type: ignore[arg-type]
+        stream_handle(object())  # type: ignore[arg-type]
 
 
 def test_build_that_is_not_wanted_says_so(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ from lmcache_mp_safe.contract import SKIP
 from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.geometry.checksum import TILE_BYTES
 from lmcache_mp_safe.geometry.spans import Span, Spans
-from lmcache_mp_safe.ops import pinning, streamed
+from lmcache_mp_safe.ops import pinning, streamed, submission
 from lmcache_mp_safe.ops.contract import Bytes
-from lmcache_mp_safe.ops.device import DeviceError
+from lmcache_mp_safe.ops.device import Command, DeviceError
 from lmcache_mp_safe.ops.pinning import PinnedMemory
 from lmcache_mp_safe.ops.reference import InlineFence, ReferenceBackend
 from lmcache_mp_safe.ops.streamed import StreamedBackend
+from lmcache_mp_safe.testing import sim_device
 from lmcache_mp_safe.testing.pools import random_buffer
 from lmcache_mp_safe.testing.sim_device import SimDevice
 
@@ -137,10 +138,36 @@ def test_nothing_is_asked_of_a_copy_before_it_is_over() -> None:
 def test_load_without_checksums_launches_none(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     slots = bench.slots([5000])
-    monkeypatch.delattr(SimDevice, "digest")
+    monkeypatch.setattr(sim_device, "_digest", None)
     copy = bench.backend.copy_in(ONE, slots, bench.backend.record_fence(), checked=False)
     bench.device.run()
     assert copy.checksums == (0,)
+
+
+def test_copy_of_many_pieces_is_two_calls_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its rounds, and the end. After each call the interpreter has to be won back from the engine's thread."""
+    bench = Bench(direct_bytes=10_000)
+    calls: list[int] = []
+    submit = bench.device.submit
+    monkeypatch.setattr(bench.device, "submit", lambda commands: (calls.append(len(commands)), submit(commands)))
+    spans = Spans.of([Span(0, 5000 * n, n // 2, 2500 * (n % 2), 2500) for n in range(20)])
+    bench.backend.copy_in(spans, bench.slots([5000] * 10), bench.backend.record_fence(), checked=True)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("limit", ["_TABLE_BYTES", "_GROUP_BYTES"])
+def test_copy_of_many_groups_is_right(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, limit, 100)
+    bench = Bench(direct_bytes=1)
+    slots = bench.slots([5000] * 6)
+    spans = Spans.of([Span(0, 5000 * n, n // 2, 2500 * (n % 2), 2500) for n in range(12)])
+    out = bench.backend.copy_out(spans, slots, bench.backend.record_fence())
+    bench.device.run()
+    target = Spans.of([Span(1, 100_000 + 2500 * n, n // 2, 2500 * (n % 2), 2500) for n in range(12)])
+    into = bench.backend.copy_in(target, slots, bench.backend.record_fence(), checked=True)
+    bench.device.run()
+    assert into.checksums == out.checksums
+    assert np.array_equal(np.concatenate(slots), bench.pages[1][100_000:130_000].numpy())
 
 
 @pytest.mark.parametrize("bad", [Span(0, PAGE_BYTES - 2, 0, 4, 4), Span(1, -3, 0, 4, 2), Span(0, 0, 0, 7, 4)])
@@ -162,11 +189,13 @@ def test_store_of_a_page_that_is_not_there_is_refused() -> None:
 
 def test_copy_that_fails_half_way_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
+    submit = bench.device.submit
 
-    def broken(*_: Any) -> None:
+    def broken(commands: Sequence[Command]) -> None:
+        submit(commands[:-3])
         raise DeviceError("no kernel")
 
-    monkeypatch.setattr(bench.device, "digest", broken)
+    monkeypatch.setattr(bench.device, "submit", broken)
     with pytest.raises(DeviceError, match="no kernel"):
         bench.backend.copy_out(ONE, bench.slots([5000]), bench.backend.record_fence())
     assert not any(stream.work for stream in bench.device.streams[1:])

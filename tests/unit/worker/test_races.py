@@ -37,12 +37,12 @@ class SimRig(Rig):
 
     def delay(self, stream: Stream) -> None:
         assert isinstance(stream, SimStream)
-        self._delays.append(SimEvent())
+        self._delays.append(SimEvent(reached=False))
         stream.wait(self._delays[-1])
 
     def finish(self) -> None:
         while self._delays:
-            self._delays.popleft().passed = True
+            self._delays.popleft().mark.reach()
             self.device.run()
         self.device.run()
 
