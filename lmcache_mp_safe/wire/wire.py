@@ -572,19 +572,25 @@ class Wire:
 
     def _give_up(self, link: Link, call: Call, now: float) -> None:
         """The answer is lost. It stays among those that are late: the client keeps its future until it is closed."""
-        if call.kind is Kind.LOOKUP and not call.acknowledged:
-            # One that nobody asks about stays in the server for ever.
-            call.acknowledged = True
-            self._ask_status(link, call, now)
-            return
-        if call.kind is Kind.LOOKUP and self._may_be_told(call, now):
-            return
-        self._assume_done(link, call, now)
         if call.kind is Kind.LOOKUP:
-            self._forget(link, call)
+            self._give_up_lookup(link, call, now)
         else:
+            self._assume_done(link, call, now)
             call.given_up = True
             self._let_go(call)
+
+    def _give_up_lookup(self, link: Link, call: Call, now: float) -> None:
+        """One that nobody asks about once it has ended stays in the server for ever."""
+        if not call.acknowledged:
+            call.acknowledged = True
+            self._ask_status(link, call, now)
+        elif not self._may_be_told(call, now):
+            # It may have run still when it was asked about last, and that answer be lost. The server has to hear this
+            # question; nobody needs the answer.
+            question = link.connection.client.query_prefetch_status(self._owner(call).name)
+            self._send(link, Kind.SETTLE, self._owner(call), question, now)
+            self._assume_done(link, call, now)
+            self._forget(link, call)
 
     def _may_be_told(self, call: Call, now: float) -> bool:
         """Whether the question about a lookup that is long over time deserves an answer still: an engine that was idle

@@ -237,6 +237,23 @@ def frees_running_lookups(patch: Patch) -> None:
     patch.setattr(FakeServer, "free_lookup_locks", free)
 
 
+def forgets_what_it_was_asked_about(patch: Patch) -> None:
+    """One question is enough, whether the lookup has ended or not."""
+    honest = FakeServer.query_prefetch_status
+
+    def status(self: FakeServer, request_id: str) -> int | None:
+        found = honest(self, request_id)
+        self.lookups.pop(request_id, None)
+        return found
+
+    patch.setattr(FakeServer, "query_prefetch_status", status)
+
+
+def never_waits(patch: Patch) -> None:
+    honest = FakeServer.wait_prefetch_status
+    patch.setattr(FakeServer, "wait_prefetch_status", lambda self, request_id, timeout: honest(self, request_id, 0.0))
+
+
 def frees_when_a_session_ends(patch: Patch) -> None:
     honest = FakeServer.end_session
 
@@ -330,6 +347,8 @@ LIES: list[tuple[Callable[[Patch], None], str]] = [
     ),
     (clears_only_what_is_free, "a_forced_clear_gives_a_locked_slot_to_the_next_writer"),
     (frees_running_lookups, "a_free_while_the_lookup_runs_does_nothing"),
+    (forgets_what_it_was_asked_about, "a_lookup_stays_open_until_it_is_asked_about_after_its_end"),
+    (never_waits, "a_wait_for_a_lookup_is_answered_at_its_end_but_not_later_than_it_says"),
     (frees_when_a_session_ends, "the_end_of_a_session_frees_nothing_and_after_it_a_free_does_neither"),
     (locks_for_ever, "locks_run_out_and_then_a_retrieve_fails"),
     (gives_each_lock_its_own_time, "a_lock_that_another_reader_takes_renews_the_time_of_all"),

@@ -6,9 +6,10 @@ import dataclasses
 
 from lmcache_mp_safe.testing.conformance.behaviours import Flavour, behaviour
 from lmcache_mp_safe.testing.conformance.bench import BIG, SMALL, Bench
-from lmcache_mp_safe.testing.conformance.subjects import LOCK_S
+from lmcache_mp_safe.testing.conformance.subjects import LOCK_S, LOOKUP_S
 
 _LOCKS_ARE_OVER_S = LOCK_S + 0.5
+_LOOKUP_IS_OVER_S = 10 * LOOKUP_S
 
 
 def stored(bench: Bench, objects: int = 2) -> list[int]:
@@ -125,6 +126,30 @@ def a_free_while_the_lookup_runs_does_nothing(bench: Bench) -> None:
     bench.free(key)
     assert bench.status(key.request_id) == 1
     assert bench.locks(sequence) == 1
+
+
+@behaviour(Flavour.SLOW)
+def a_lookup_stays_open_until_it_is_asked_about_after_its_end(bench: Bench) -> None:
+    sequence = stored(bench, 1)
+    bench.subject.forget_memory()
+    key = bench.key(sequence)
+    before = bench.subject.open_lookups()
+    bench.answer(bench.client.lookup(key, 1))
+    assert bench.answer(bench.client.query_prefetch_status(key.request_id)) is None, "it runs"
+    bench.wait(_LOOKUP_IS_OVER_S)
+    assert bench.subject.open_lookups() == before + 1
+    assert bench.answer(bench.client.query_prefetch_status(key.request_id)) == 1
+    assert bench.subject.open_lookups() == before
+
+
+@behaviour(Flavour.SLOW)
+def a_wait_for_a_lookup_is_answered_at_its_end_but_not_later_than_it_says(bench: Bench) -> None:
+    sequence = stored(bench, 1)
+    bench.subject.forget_memory()
+    key = bench.key(sequence)
+    bench.answer(bench.client.lookup(key, 1))
+    assert bench.answer(bench.client.wait_prefetch_status(key.request_id, 0.01)) is None, "it runs"
+    assert bench.answer(bench.client.wait_prefetch_status(key.request_id, _LOOKUP_IS_OVER_S)) == 1
 
 
 @behaviour()

@@ -190,11 +190,12 @@ class FakeServer:
 
     def query_prefetch_status(self, request_id: str) -> int | None:
         """What the lookup found, once; None while it runs; 0 for what is not known."""
-        lookup = self.lookups.get(request_id)
-        return 0 if lookup is None else self._hand_over(request_id, lookup)
+        return self.wait_prefetch_status(request_id, 0.0)
 
     def wait_prefetch_status(self, request_id: str, timeout: float) -> int | None:
-        return self.query_prefetch_status(request_id)
+        """As above, with the lookup over if it is within this time, in seconds; here the time does not pass."""
+        lookup = self.lookups.get(request_id)
+        return 0 if lookup is None else self._hand_over(request_id, lookup, timeout)
 
     def free_lookup_locks(self, key: Any, tp_size: int) -> None:
         """Release what the session's lookup locked in [start, end); nothing while it runs or without one."""
@@ -225,8 +226,8 @@ class FakeServer:
         self._need_namespace(session.key)
         self.objects.touch(names_of(session.key, hashes))
 
-    def _hand_over(self, request_id: str, lookup: Lookup) -> int | None:
-        if self._clock() < lookup.ready_at:
+    def _hand_over(self, request_id: str, lookup: Lookup, wait_s: float = 0.0) -> int | None:
+        if self._clock() + wait_s < lookup.ready_at:
             return None
         del self.lookups[request_id]
         self._session(request_id).found = lookup.found

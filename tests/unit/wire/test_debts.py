@@ -68,7 +68,7 @@ class Line:
             self.struck = True
             self._waiting.append(call)
         elif call.operation == self.lose_at and not self.struck:
-            self.struck = True
+            self.struck, self.idle = True, call.operation == self.idle_at
             reply_to(call, self.server)
         elif call.operation == self.idle_at and not self.struck:
             self.struck = self.idle = True
@@ -184,11 +184,15 @@ def live_through(life: Life) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("fault", ["freeze_at", "drop_at", "lose_at", "idle_at"])
+@pytest.mark.parametrize("fault", ["freeze_at", "drop_at", "lose_at", "idle_at", "lose_at idle_at"])
+@pytest.mark.parametrize("lookup_s", [0.0, 0.15], ids=["quick", "running"])
 def test_nothing_is_left_on_a_server_that_failed_at_any_call_and_goes_on(
-    life: Life, operation: str, fault: str
+    life: Life, operation: str, fault: str, lookup_s: float
 ) -> None:
-    setattr(life.line, fault, operation)
+    """`lookup_s`: with the longer time, the first question about a lookup finds it running."""
+    life.server.lookup_s = lookup_s
+    for kind in fault.split():
+        setattr(life.line, kind, operation)
     live_through(life)
     assert life.line.struck, "the fault did not happen"
     if fault == "drop_at":  # of a free, or of the end of a session, nobody knows that it was lost: they run out
