@@ -11,6 +11,7 @@ from lmcache_mp_safe.testing.sim.replay import replay
 from lmcache_mp_safe.testing.sim.run import run_commands, run_seed
 from lmcache_mp_safe.testing.sim.settings import Settings, draw
 from lmcache_mp_safe.testing.sim.trace import Trace, first_difference, read_trace
+from lmcache_mp_safe.testing.sim.world import world
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.txt"))
 SEEDS = range(10)
@@ -38,6 +39,16 @@ def test_share_of_the_seeds_stores_loads_and_has_faults() -> None:
     assert outcome.violation == ""
     assert outcome.counts["objects_stored"] > 0
     assert outcome.counts["hits"] == 1
+
+
+def test_server_that_died_comes_back_as_another_one() -> None:
+    """With what it held, locks and lookups of its last moments would be ours to release."""
+    with world(Settings(1)) as made:
+        for command in ("arrive a prompt=1:60 max=2", *["step"] * 20, "fault die", "calm"):
+            made.do(command)
+        assert not made.network.dead
+        assert not made.network.server.objects.readable
+        made.do("drain")
 
 
 def test_same_seed_is_the_same_run() -> None:

@@ -61,10 +61,12 @@ class Faults:
         return self._kinds[kind](values, random)
 
     def calm(self) -> None:
-        """End every fault that lasts."""
+        """End every fault that lasts. What died does not come back as it was: somebody starts another server."""
         network = self._world.network
         network.weather = CALM
-        network.frozen = network.dead = False
+        network.frozen = False
+        if network.dead:
+            self._restart({}, Random(0))
         for rank in self._world.engine.ranks:
             rank.slow = False
         self._release({}, Random(0))
