@@ -310,13 +310,13 @@ class DecodeRate:
         ENGINES.start()
         rates: dict[str, list[float]] = {name: [] for name in NAMES}
         step_ms: dict[str, list[float]] = {name: [] for name in NAMES}
-        for repeat in range(2 if quick else 5):
+        for repeat in range(2 if quick else 4):
             for name in NAMES if repeat % 2 else NAMES[::-1]:
                 answer = ENGINES.ask(
                     name,
                     "decode",
                     seed=(repeat + 1) * 10**6,
-                    tokens=64 if quick else 192,
+                    tokens=64 if quick else 128,
                     every=8,
                     prefill_tokens=2 * BLOCK + 32,
                 )

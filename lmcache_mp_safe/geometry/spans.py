@@ -62,10 +62,6 @@ class Spans:
     def __iter__(self) -> Iterator[Span]:
         return map(Span._make, zip(*(getattr(self, field.name).tolist() for field in fields(self)), strict=True))
 
-    def of_piece(self, piece: int) -> Self:
-        first, end = np.searchsorted(self.piece, [piece, piece + 1])
-        return type(self)(*(getattr(self, field.name)[first:end] for field in fields(self)))
-
 
 def spans(blocks: Sequence[Sequence[int]], layout: PageLayout, capacity: int) -> Spans:
     """The payload of an object in order, in the longest runs: group, layer, segment, block.
@@ -113,6 +109,8 @@ def _cut(buffer: Integers, offset: Integers, length: Integers, capacity: int) ->
     end = np.cumsum(length)
     total = int(end[-1]) if len(end) else 0
     start = end - length
+    if total <= capacity:
+        return Spans(buffer, offset, np.zeros(len(start), np.int64), start, length)
     cut = np.union1d(start, np.arange(0, total, capacity, dtype=np.int64))
     run = np.searchsorted(start, cut, side="right") - 1
     into = cut - start[run]

@@ -15,6 +15,7 @@ from lmcache_mp_safe.ops.torch_device import TorchDevice, event_handle, raises_d
 
 HOST_REGISTER_PORTABLE = 1
 MEMCPY_DEFAULT = 4
+MOST_ROWS = 2**31 - 1  # a kernel counts them in 32 bits
 
 
 def import_cupy() -> Any:
@@ -70,12 +71,12 @@ class CupyDevice(TorchDevice):
             case Copy():
                 self._copy(command)
             case Move(stream, table, entries):
-                if entries < 0:
+                if not 0 <= entries <= MOST_ROWS:
                     raise DeviceError(f"move: {entries} rows")
                 grid = move_grid(entries, self._multiprocessors)
                 self._launch(self._move, grid, stream, (np.uint64(table), np.int32(entries)))
             case Digest(stream, table, entries, length, digests):
-                if length > 0 >= entries:
+                if length > 0 and not 0 < entries <= MOST_ROWS:
                     raise DeviceError(f"digest: {entries} runs for {length} bytes")
                 grid = digest_grid(length, self._multiprocessors)
                 arguments = (np.uint64(table), np.int32(entries), np.uint64(length), np.uint64(digests))

@@ -12,6 +12,7 @@ tables and streams live as long as the backend.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from lmcache_mp_safe.geometry.checksum import TILE_BYTES, combine, tile_count
 from lmcache_mp_safe.geometry.spans import Spans
 from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence, SlotMemory
 from lmcache_mp_safe.ops.device import Device, Event, Stream, Words
+from lmcache_mp_safe.ops.host_blocks import HostBlock
 from lmcache_mp_safe.ops.pinning import PinnedMemory
 from lmcache_mp_safe.ops.rounds import Runs, rounds
 from lmcache_mp_safe.ops.submission import Lane, Load, Part, Store, Submission
@@ -54,11 +56,13 @@ class StreamCompletion:
 
     Args:
         digests: of the tiles of each piece; None for a piece without a checksum.
+        memory: what they lie in.
     """
 
-    def __init__(self, event: Event, digests: Sequence[Words | None]) -> None:
+    def __init__(self, event: Event, digests: Sequence[Words | None], memory: HostBlock | None) -> None:
         self.event = event
         self._digests = digests
+        self._memory = memory
 
     def done(self) -> bool:
         return self.event.done()
@@ -78,7 +82,7 @@ class _Piece:
     slot: Bytes
     digests: Words | None
 
-    @property
+    @functools.cached_property
     def address(self) -> int:
         return int(self.slot.ctypes.data)
 
@@ -158,9 +162,11 @@ class StreamedBackend:
         checked: bool,
     ) -> Completion:
         assert isinstance(after, StreamFence)
-        runs = [None if slot is None else self._runs(spans.of_piece(i), slot) for i, slot in enumerate(slots)]
+        runs = self._runs(spans, slots)
         submission = kind(self._device, lane, after.event)
-        digests = _digests(submission, runs) if checked else [None] * len(runs)
+        tiles = [0 if part is None or not checked else tile_count(int(part.length.sum())) for part in runs]
+        memory = submission.host_block(sum(tiles)) if checked else None
+        digests = _cut(memory, tiles)
         pieces = [
             _Piece(part, slot, words)
             for part, slot, words in zip(runs, slots, digests, strict=True)
@@ -169,7 +175,7 @@ class StreamedBackend:
         try:
             for pinned, group in itertools.groupby(pieces, self._memory_of):
                 self._add(submission, lane, list(group), pinned)
-            return StreamCompletion(submission.finish(), digests)
+            return StreamCompletion(submission.finish(), digests, memory)
         except BaseException:
             lane.synchronize()  # what was submitted must not outlive its owners
             raise
@@ -192,18 +198,23 @@ class StreamedBackend:
         memory = next((memory for memory in self._memories if memory.owns(piece.address)), None)
         return memory if memory is not None and memory.is_pinned(piece.address, len(piece.slot)) else None
 
-    def _runs(self, spans: Spans, slot: Bytes) -> Runs:
-        """The device addresses of a piece's runs.
+    def _runs(self, spans: Spans, slots: Sequence[Bytes | None]) -> list[Runs | None]:
+        """The device addresses of the runs of each piece that has a slot.
 
         Raises:
-            LocalError: one lies outside of its buffer or of the slot.
+            LocalError: one lies outside of its buffer or of its slot.
         """
         wanted = spans.page_offset != SKIP
-        end = spans.page_offset + spans.length
-        inside = ~wanted | ((spans.page_offset >= 0) & (end <= self._size[spans.buffer]))
-        if not inside.all() or (spans.piece_offset + spans.length > len(slot)).any():
+        inside = ~wanted | ((spans.page_offset >= 0) & (spans.page_offset + spans.length <= self._size[spans.buffer]))
+        room = np.array([np.iinfo(np.int64).max if slot is None else len(slot) for slot in slots])
+        if not inside.all() or (spans.piece_offset + spans.length > room[spans.piece]).any():
             raise LocalError("a span lies outside of its buffer or of its slot")
-        return Runs(np.where(wanted, self._address[spans.buffer] + spans.page_offset, 0), spans.length)
+        address = np.where(wanted, self._address[spans.buffer] + spans.page_offset, 0)
+        bounds = np.searchsorted(spans.piece, np.arange(len(slots) + 1)).tolist()
+        return [
+            None if slot is None else Runs(address[first:end], spans.length[first:end])
+            for slot, first, end in zip(slots, bounds[:-1], bounds[1:], strict=True)
+        ]
 
 
 def _straight(pieces: Sequence[_Piece], lane: Lane, memory: PinnedMemory) -> Iterator[Part]:
@@ -222,9 +233,9 @@ def _behind(copies: Words, address: int) -> Words:
     return copies
 
 
-def _digests(submission: Submission, runs: Sequence[Runs | None]) -> list[Words | None]:
-    """Host memory for the digests of each piece that is wanted."""
-    tiles = [0 if part is None else tile_count(int(part.length.sum())) for part in runs]
-    words = submission.pinned(sum(tiles))
-    parts = np.split(words, np.cumsum(tiles)[:-1])
-    return [None if part is None else own for part, own in zip(runs, parts, strict=True)]
+def _cut(memory: HostBlock | None, tiles: Sequence[int]) -> list[Words | None]:
+    """The place of each piece's digests; None for one that has no tiles, or where none are wanted."""
+    if memory is None:
+        return [None] * len(tiles)
+    parts = np.split(memory.words, np.cumsum(tiles)[:-1])
+    return [part if count else None for part, count in zip(parts, tiles, strict=True)]

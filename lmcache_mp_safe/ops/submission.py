@@ -37,6 +37,7 @@ from lmcache_mp_safe.ops.device import (
     Wait,
     Words,
 )
+from lmcache_mp_safe.ops.host_blocks import HostBlock, HostBlocks
 from lmcache_mp_safe.ops.rounds import Limits, Round
 
 _TABLE_RUNS = 32 << 10  # more than a tile has bytes
@@ -61,9 +62,10 @@ class Lane:
         self.buffer_free = [device.event() for _ in range(2)]
         self.tables = [_TableMemory(device.device_memory(_TABLE_BYTES), device.event()) for _ in range(2)]
         self.handed_over = device.event()
-        self._in_flight: deque[tuple[Event, list[Bytes]]] = deque()
+        self.host = HostBlocks(device.pinned_memory)
+        self._in_flight: deque[tuple[Event, list[HostBlock]]] = deque()
 
-    def hold(self, memory: list[Bytes], until: Event) -> None:
+    def hold(self, memory: list[HostBlock], until: Event) -> None:
         """Keep host memory that the device still reads or writes; let go of what it is done with."""
         while self._in_flight and self._in_flight[0][0].done():
             self._in_flight.popleft()
@@ -117,7 +119,7 @@ class Submission(abc.ABC):
     def __init__(self, device: Device, lane: Lane, fence: Event) -> None:
         self._device, self._lane = device, lane
         self.commands: list[Command] = [Wait(lane.copies, fence), Wait(lane.kernels, fence)]
-        self.keep: list[Bytes] = []
+        self.keep: list[HostBlock] = []
 
     @abc.abstractmethod
     def tables(self, part: Round) -> tuple[Words, Words]:
@@ -140,11 +142,10 @@ class Submission(abc.ABC):
     def bounce(self, part: Part, slot: Bytes, buffer: Bytes) -> None:
         """One round by a page-locked buffer of the round's size, which its copies go from or to; waits on the host."""
 
-    def pinned(self, words: int) -> Words:
-        """Page-locked memory that lives until the copies are over."""
-        memory = self._device.pinned_memory(max(words, 1) * 8)
-        self.keep.append(memory)
-        return memory.view(np.uint64)[:words]
+    def host_block(self, words: int) -> HostBlock:
+        """Page-locked memory, kept until the copies are over."""
+        self.keep.append(self._lane.host.take(words))
+        return self.keep[-1]
 
     def add(self, parts: Iterable[Part]) -> None:
         """Rounds, one after the other, submitted by groups."""
@@ -184,7 +185,7 @@ class Submission(abc.ABC):
             contents += [moves.ravel(), runs.ravel()]
             address += moves.nbytes + runs.nbytes
         if address > begin:
-            memory = self.pinned((address - begin) // 8)
+            memory = self.host_block((address - begin) // 8).words
             np.concatenate(contents, out=memory)
             self.commands += [
                 Wait(self.upload_stream, table.free),

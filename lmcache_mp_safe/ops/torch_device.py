@@ -30,22 +30,50 @@ def raises_device_error(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class TorchEvent:
-    def __init__(self, event: Any) -> None:
+    """A CUDA event, borrowed from a pool for as long as somebody has this mark."""
+
+    def __init__(self, event: Any, spare: list[Any]) -> None:
         self.event = event
+        self._spare = spare
+
+    def __del__(self) -> None:
+        self._spare.append(self.event)
 
     @raises_device_error
     def done(self) -> bool:
         return bool(self.event.query())
 
 
+class EventPool:
+    """CUDA events that are used again and never destroyed.
+
+    Making and destroying them are calls of the driver that torch makes without giving the interpreter up. While the
+    driver's queues are full of copies such a call takes a millisecond, in which the engine's thread cannot go on.
+    """
+
+    def __init__(self) -> None:
+        self._spare: list[Any] = []
+
+    def take(self) -> TorchEvent:
+        """One that may have been recorded, for another mark that nobody has any more."""
+        try:
+            event = self._spare.pop()
+        except IndexError:
+            event = torch.cuda.Event()
+        return TorchEvent(event, self._spare)
+
+
 class TorchStream:
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, events: EventPool) -> None:
         self.stream = stream
+        self._events = events
         self.handle: int = stream.cuda_stream
 
     @raises_device_error
     def record(self) -> Event:
-        return TorchEvent(self.stream.record_event())
+        mark = self._events.take()
+        mark.event.record(self.stream)
+        return mark
 
     @raises_device_error
     def wait(self, event: Event) -> None:
@@ -95,6 +123,7 @@ class TorchDevice(abc.ABC):
         # torch hands out memory in the order of a stream: whoever had it before may still use it, in earlier work of
         # that stream. On a stream that never has any work there is nobody.
         self._idle_stream = self._new_stream()
+        self._events = EventPool()
 
     @property
     def index(self) -> int:
@@ -106,11 +135,11 @@ class TorchDevice(abc.ABC):
 
     @raises_device_error
     def compute_stream(self) -> Stream:
-        return TorchStream(torch.cuda.current_stream(self._device))
+        return TorchStream(torch.cuda.current_stream(self._device), self._events)
 
     @raises_device_error
     def side_stream(self) -> Stream:
-        return TorchStream(self._new_stream())
+        return TorchStream(self._new_stream(), self._events)
 
     @raises_device_error
     def device_memory(self, size: int) -> TorchMemory:
@@ -129,7 +158,10 @@ class TorchDevice(abc.ABC):
 
     @raises_device_error
     def event(self) -> Event:
-        return TorchEvent(self._idle_stream.record_event())  # torch makes it when it is recorded first
+        mark = self._events.take()
+        if not mark.event.cuda_event:  # torch makes it when it is first recorded, and here the device is to record it
+            mark.event.record(self._idle_stream)
+        return mark
 
     @abc.abstractmethod
     def submit(self, commands: Sequence[Command]) -> None: ...

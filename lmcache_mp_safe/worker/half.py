@@ -96,6 +96,7 @@ class WorkerHalf:
     def begin_step(self, plan: StepPlan) -> None:
         """Start the plan's copies behind everything that earlier steps have queued. Never raises."""
         self._use(plan.segment)
+        self._advance()
         fence = self._record_fence() if plan.stores or plan.loads else None
         self._start(plan.loads, fence, urgent=True)  # a request waits for a load, nobody for a store
         self._start(plan.stores, fence, urgent=False)
@@ -103,7 +104,6 @@ class WorkerHalf:
             for job_id in plan.wait_for:
                 if (running := self._running.get(job_id)) is not None:
                     self._hold_compute(running)
-        self._advance()
 
     def _record_fence(self) -> Fence | None:
         """None: no order can be made in this step, so nothing may be copied."""

@@ -16,7 +16,7 @@ from lmcache_mp_safe.geometry.checksum import PayloadChecksum, combine, tile_cou
 from lmcache_mp_safe.ops.cupy_device import CupyDevice
 from lmcache_mp_safe.ops.device import Bytes, Copy, DeviceError, Digest, Move, Record, Stream, Wait, Words
 from lmcache_mp_safe.ops.native import NativeDevice
-from lmcache_mp_safe.ops.torch_device import TorchDevice, TorchStream
+from lmcache_mp_safe.ops.torch_device import TorchDevice, TorchStream, event_handle
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,8 +110,8 @@ def test_move_copies_long_rows(device: TorchDevice, stream: Stream, source_at: i
 
 def test_move_of_nothing_is_nothing(device: TorchDevice, stream: Stream) -> None:
     device.submit([Move(stream, 0, 0)])
-    with pytest.raises(DeviceError, match=f"{2**63} rows"):
-        device.submit([Move(stream, 256, 2**63)])
+    with pytest.raises(DeviceError, match=f"{2**40} rows"):
+        device.submit([Move(stream, 256, 2**40)])
     stream.synchronize()
 
 
@@ -308,6 +308,26 @@ def test_event_holds_a_side_stream_back(device: TorchDevice, stream: Stream) -> 
     assert written.done()
     assert copied.done()
     assert (host == 7).all()
+
+
+def test_event_that_is_used_again_marks_the_new_place_only(device: TorchDevice, stream: Stream) -> None:
+    """Whoever waited for the old mark waited for that; a new mark is not over because the old one was."""
+    device.enter()
+    event = device.event()
+    handle = event_handle(event)
+    assert handle
+    device.submit([Record(stream, event)])
+    stream.synchronize()
+    assert event.done()
+    del event
+    with torch.cuda.stream(stream.stream):  # type: ignore[attr-defined]
+        torch.cuda._sleep(100_000_000)
+    again = device.event()
+    assert event_handle(again) == handle, "events come back"
+    device.submit([Record(stream, again)])
+    assert not again.done()
+    stream.synchronize()
+    assert again.done()
 
 
 def test_device_memory_is_aligned_and_usable(device: TorchDevice, stream: Stream) -> None:

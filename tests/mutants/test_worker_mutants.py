@@ -184,6 +184,7 @@ def check_no_seal_while_a_slot_is_written_again(segment: PoolSegment) -> None:
 def check_wrong_byte_is_noticed(segment: PoolSegment) -> None:
     rank = Rank()
     rank.step(segment, storing(1))
+    assert rank.outcome(1) is JobOutcome.DONE
     with (SHARED_MEMORY / segment.name).open("r+b") as file:
         file.write(bytes([pool_bytes(segment)[0] ^ 1]))
     rank.step(segment, loading(2))
@@ -227,6 +228,7 @@ def check_forward_waits_for_a_watched_store(segment: PoolSegment) -> None:
 def check_job_is_reported_when_its_copies_are_over(segment: PoolSegment) -> None:
     rank = Rank()
     rank.step(segment, storing(1))
+    assert rank.outcome(1) is JobOutcome.DONE
     rank.device.may_copy = False
     rank.step(segment, loading(2))
     assert rank.outcome(2) is None
@@ -289,7 +291,7 @@ def old_seal_stays(patch: Patch) -> None:
 
 
 def checksum_off(patch: Patch) -> None:
-    patch.setattr(Copier, "_wrong_arrivals", lambda self, running: ())
+    patch.setattr(Copier, "_wrong_arrivals", lambda self, job, copy: ())
 
 
 def no_fence(patch: Patch) -> None:
