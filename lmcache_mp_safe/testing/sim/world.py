@@ -32,7 +32,9 @@ _STEP_S = (0.001, 0.02, 0.2, 0.5)  # what a step takes
 _DRAIN_STEP_S = 0.25
 _PATIENCE = 600  # steps in which at least one request has to end
 _SETTLE_STEPS = 400  # until nothing is under way any more
-_VISITS, _VISIT_S = 5, 40.0  # together longer than the connector waits for an answer
+# Seconds before each visit. The first ones are together longer than the connector waits for an answer. All are longer than
+# the server keeps locks: while those of a lost connection fill a small pool, the next one cannot have its probe stored.
+_VISITS_S = (40.0, 40.0, 40.0, 40.0, 40.0, 450.0, 40.0)
 _LOCK_TIME_S = 700.0  # longer than any of the server's own times
 
 
@@ -215,8 +217,8 @@ class World:
 
     def _look_in_again(self, random: Random) -> None:
         """An idle engine calls no hook. What was lost or late is settled as the next requests come."""
-        for _ in range(_VISITS):
-            self.now += _VISIT_S
+        for seconds in _VISITS_S:
+            self.now += seconds
             self._arrive("visitor", prompt("0:9", ""), 1, "")
             while self.engine.scheduler.get_num_unfinished_requests():
                 self._step(random, _DRAIN_STEP_S)
