@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from lmcache_mp_safe.testing.fake_server.objects import Layout, ObjectName
 from lmcache_mp_safe.testing.sim.network import CALM, Weather
+from lmcache_mp_safe.testing.sim.trace import CommandError
 
 if TYPE_CHECKING:
     from lmcache_mp_safe.testing.sim.world import World
@@ -53,10 +54,10 @@ class Faults:
             What came of it.
 
         Raises:
-            ValueError: there is no such fault.
+            CommandError: there is no such fault.
         """
         if kind not in self._kinds:
-            raise ValueError(f"no fault {kind!r}: one of {', '.join(self._kinds)}")
+            raise CommandError(f"no fault {kind!r}: one of {', '.join(self._kinds)}")
         self._world.counts[f"fault: {kind}"] += 1
         return self._kinds[kind](values, random)
 
@@ -128,15 +129,15 @@ class Faults:
         self._foreign.clear()
 
     def _flip(self, values: Values, random: Random) -> str:
-        """A byte of the pool changes."""
-        world = self._world
-        stored = list(world.network.server.objects.readable.values())
-        if not stored:
-            return "nothing there"
-        offset = random.choice(stored).offset + random.randrange(256)
-        (byte,) = world.memory.read(offset, 1)
-        world.memory.write(offset, bytes([byte ^ (1 << random.randrange(8))]))
-        return f"byte {offset}"
+        """A bit changes in each of so many objects."""
+        memory = self._world.memory
+        stored = list(self._world.network.server.objects.readable.values())
+        chosen = random.sample(stored, min(len(stored), int(values.get("objects", "1"))))
+        for one in chosen:
+            offset = one.offset + random.randrange(256)
+            (byte,) = memory.read(offset, 1)
+            memory.write(offset, bytes([byte ^ (1 << random.randrange(8))]))
+        return f"{len(chosen)} objects are damaged"
 
     # --- the engine -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from random import Random
 from lmcache_mp_safe.testing.sim.settings import Settings
 from lmcache_mp_safe.testing.sim.tokens import BLOCK
 
-_ROUND = 120  # commands until the world is brought to rest
+_ROUND = 100  # steps until the world is brought to rest
 _MOST_TURNS = 5
 _SALTS = ("", "", "", "tenant")
 
@@ -55,6 +55,8 @@ class Script:
             yield "calm"
             yield "drain"
             self._live.clear()
+            if self._random.random() < 0.3:
+                yield "fault reset"
 
     def _between(self) -> Iterator[str]:
         random = self._random
@@ -112,6 +114,8 @@ class Script:
                 return f"fault evict share={random.choice((0.2, 0.5, 1.0))}"
             case "fill":
                 return f"fault fill objects={random.choice((4, 16, 64))}"
+            case "flip":
+                return f"fault flip objects={random.choice((1, 8, 64))}"
             case "slow":
                 rank = random.randrange(self._settings.ranks)
                 self._undone.append(f"fault slow rank={rank} on=0")

@@ -20,6 +20,10 @@ from pathlib import Path
 INDENT = "  "
 
 
+class CommandError(ValueError):
+    """A trace has a command that does not exist."""
+
+
 @dataclass
 class Trace:
     """Commands with what came out of each; `ending` says how the run ended."""

@@ -22,7 +22,7 @@ from lmcache_mp_safe.testing.sim.invariants import InvariantError, first
 from lmcache_mp_safe.testing.sim.network import Network, NetworkMaker
 from lmcache_mp_safe.testing.sim.settings import Settings
 from lmcache_mp_safe.testing.sim.tokens import prompt
-from lmcache_mp_safe.testing.sim.trace import Trace, words_of
+from lmcache_mp_safe.testing.sim.trace import CommandError, Trace, words_of
 from lmcache_mp_safe.testing.sim.watch import Acknowledgements, Jobs, Payloads
 from lmcache_mp_safe.wire import SessionId
 
@@ -32,8 +32,8 @@ _STEP_S = (0.001, 0.02, 0.2, 0.5)  # what a step takes
 _DRAIN_STEP_S = 0.25
 _PATIENCE = 600  # steps in which at least one request has to end
 _SETTLE_STEPS = 400  # until nothing is under way any more
-# Seconds before each visit. The first ones are together longer than the connector waits for an answer. All are longer than
-# the server keeps locks: while those of a lost connection fill a small pool, the next one cannot have its probe stored.
+# Seconds before each visit. The first ones are together longer than the connector waits for an answer. All are longer
+# than the server keeps locks: while those of a lost connection fill a small pool, the next one has no room to prove it.
 _VISITS_S = (40.0, 40.0, 40.0, 40.0, 40.0, 450.0, 40.0)
 _LOCK_TIME_S = 700.0  # longer than any of the server's own times
 
@@ -91,7 +91,7 @@ class World:
 
         Raises:
             InvariantError: an invariant does not hold afterwards.
-            ValueError: there is no such command.
+            CommandError: there is no such command.
         """
         self._number += 1
         self._out = []
@@ -101,9 +101,7 @@ class World:
         try:
             self._carry_out(verb, plain, values, random)
             self._check()
-        except InvariantError:
-            raise
-        except ValueError:
+        except (InvariantError, CommandError):
             raise
         except Exception as error:
             raise InvariantError("engine", f"{type(error).__name__}: {error}") from error
@@ -129,7 +127,7 @@ class World:
             case "drain":
                 self._drain(random)
             case _:
-                raise ValueError(f"no command {verb!r}: arrive, abort, step, fault, calm or drain")
+                raise CommandError(f"no command {verb!r}: arrive, abort, step, fault, calm or drain")
 
     def _arrive(self, name: str, tokens: list[int], max_tokens: int, salt: str) -> None:
         if not self.engine.arrive(name, tokens, max_tokens, salt):
