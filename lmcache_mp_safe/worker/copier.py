@@ -33,7 +33,7 @@ from lmcache_mp_safe.geometry.seal import CLEARED, Seal, check_seal
 from lmcache_mp_safe.geometry.spans import Spans, spans
 from lmcache_mp_safe.ids import NULL_BLOCK
 from lmcache_mp_safe.ops.contract import Backend, Bytes, Fence
-from lmcache_mp_safe.worker.jobs import Copy, Running
+from lmcache_mp_safe.worker.jobs import Copy, Running, UnderWay
 from lmcache_mp_safe.worker.pool import MappedPool
 
 logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
@@ -68,11 +68,11 @@ class Copier:
                 running.submitted = True
             self._under_way.append(running)
 
-    def settle(self) -> bool:
+    def settle(self) -> UnderWay:
         """Seal or check, and report, the jobs that have nothing under way any more.
 
         Returns:
-            Whether any is left. Copies of one direction end in order, so behind one that is not over none is asked.
+            What is left. Copies of one direction end in order, so behind one that is not over none is asked.
         """
         left: list[Running] = []
         waiting: set[type] = set()
@@ -86,7 +86,9 @@ class Copier:
                 waiting.add(way)
                 left.append(running)
         self._under_way = left
-        return bool(left)
+        if LoadJob in waiting:
+            return UnderWay.LOADS
+        return UnderWay.STORES if waiting else UnderWay.NOTHING
 
     # --- submitting -------------------------------------------------------------------------------------------------
 

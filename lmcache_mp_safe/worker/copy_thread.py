@@ -15,10 +15,12 @@ from threading import Thread
 from typing import Any, Protocol
 
 from lmcache_mp_safe.turns import ShortTurns
+from lmcache_mp_safe.worker.jobs import UnderWay
 
 logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
 
-_LOOK_S = 0.0005  # how often it is asked whether copies are over
+# How often it is asked whether copies are over. Each time the interpreter has to be taken from the engine's thread.
+_LOOK_S = {UnderWay.NOTHING: None, UnderWay.STORES: 0.002, UnderWay.LOADS: 0.0005}
 
 _Call = tuple[Callable[..., None], tuple[Any, ...]]  # function, arguments
 
@@ -29,9 +31,9 @@ class CopyQueue(Protocol):
     def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> None:
         """Queue a call. One that is urgent goes before those that are not and have not begun."""
 
-    def watch(self, look: Callable[[], bool]) -> None:
-        """Call `look` after each call, and then again and again until it says that nothing is under way. It must not
-        raise. One function only, named before anything is submitted."""
+    def watch(self, look: Callable[[], UnderWay]) -> None:
+        """Call `look` after each call, and then again and again until nothing is under way. It must not raise. One
+        function only, named before anything is submitted."""
 
     def hook(self) -> None:
         """An engine's hook is at work: for a queue that has no thread, the time to look."""
@@ -40,20 +42,20 @@ class CopyQueue(Protocol):
         """Finish the call that runs, and drop the others."""
 
 
-def _nothing() -> bool:
-    return False
+def _nothing() -> UnderWay:
+    return UnderWay.NOTHING
 
 
 class Inline:
     """Runs a call before `submit` returns, and looks in every hook."""
 
     def __init__(self) -> None:
-        self._look: Callable[[], bool] = _nothing
+        self._look: Callable[[], UnderWay] = _nothing
 
     def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> None:
         _run(act, arguments)
 
-    def watch(self, look: Callable[[], bool]) -> None:
+    def watch(self, look: Callable[[], UnderWay]) -> None:
         self._look = look
 
     def hook(self) -> None:
@@ -64,8 +66,8 @@ class Inline:
 
 
 class CopyThread:
-    """One thread. While it has something to do, the process's threads take short turns: a copy gives the interpreter up
-    in a dozen calls of the driver, and would wait for it each time.
+    """One thread. While a load is under way the process's threads take short turns, or an engine that has nothing else
+    to do than to ask for its end would keep the interpreter to itself. Stores get what the engine leaves.
 
     Whoever submits never waits for it: what both touch, `deque` and `SimpleQueue`, change in one go under the
     interpreter's lock, and a thread that holds a lock of its own may have to wait for that one first.
@@ -76,7 +78,7 @@ class CopyThread:
 
     def __init__(self, enter: Callable[[], None]) -> None:
         self._turns = ShortTurns()
-        self._look: Callable[[], bool] = _nothing
+        self._look: Callable[[], UnderWay] = _nothing
         self._urgent: deque[_Call] = deque()
         self._others: deque[_Call] = deque()
         self._ending = False
@@ -86,10 +88,11 @@ class CopyThread:
 
     def submit(self, act: Callable[..., None], *arguments: Any, urgent: bool = False) -> None:
         (self._urgent if urgent else self._others).append((act, arguments))
-        self._turns.want(True)
+        if urgent:
+            self._turns.want(True)
         self._signals.put(None)
 
-    def watch(self, look: Callable[[], bool]) -> None:
+    def watch(self, look: Callable[[], UnderWay]) -> None:
         self._look = look
 
     def hook(self) -> None:
@@ -106,21 +109,20 @@ class CopyThread:
         except Exception:  # then each copy fails by itself, and is reported
             logger.exception("the copy thread cannot use its device")
         while True:
-            self._wait(under_way=self._look())
+            self._wait(self._look())
             if self._ending:
                 self._turns.want(False)
                 return
             if queue := self._urgent or self._others:
                 _run(*queue.popleft())
 
-    def _wait(self, *, under_way: bool) -> None:
+    def _wait(self, under_way: UnderWay) -> None:
         """Until there is a call, or it is time to look again."""
-        if not (under_way or self._urgent or self._others):
-            self._turns.want(False)
-            if self._urgent or self._others:  # submitted meanwhile, and its own wish may have come first
-                self._turns.want(True)
+        self._turns.want(under_way is UnderWay.LOADS or bool(self._urgent))
+        if self._urgent:  # submitted meanwhile, and its own wish may have come first
+            self._turns.want(True)
         try:
-            self._signals.get(timeout=_LOOK_S if under_way else None)
+            self._signals.get(timeout=_LOOK_S[under_way])
         except Empty:
             return
 

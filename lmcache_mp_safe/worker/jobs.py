@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -9,6 +10,14 @@ from lmcache_mp_safe.contract import LoadJob, StoreJob
 from lmcache_mp_safe.geometry.seal import Seal
 from lmcache_mp_safe.ops.contract import Bytes, Completion
 from lmcache_mp_safe.worker.pool import MappedPool
+
+
+class UnderWay(enum.Enum):
+    """What is being copied, by how much it matters when its end is noticed."""
+
+    NOTHING = enum.auto()
+    STORES = enum.auto()  # nobody waits
+    LOADS = enum.auto()  # a request waits, whatever else there is
 
 
 @dataclass(eq=False, slots=True)

@@ -45,9 +45,9 @@ class SlowQueue:
     def __init__(self) -> None:
         self._urgent: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._usual: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._look: Callable[[], bool] = bool
+        self._look: Callable[[], object] = bool
 
-    def watch(self, look: Callable[[], bool]) -> None:
+    def watch(self, look: Callable[[], object]) -> None:
         self._look = look
 
     def hook(self) -> None:

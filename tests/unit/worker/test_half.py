@@ -37,6 +37,7 @@ from lmcache_mp_safe.ops.reference import InlineFence, PlainMemory, ReferenceBac
 from lmcache_mp_safe.testing.pools import pool_file, random_buffer, simple_pages
 from lmcache_mp_safe.worker.copy_thread import CopyThread
 from lmcache_mp_safe.worker.half import WorkerHalf
+from lmcache_mp_safe.worker.jobs import UnderWay
 from lmcache_mp_safe.worker.pool import MappedPool
 
 BLOCKS = 16
@@ -722,20 +723,28 @@ def test_no_hook_asks_the_device_whether_a_copy_is_over(segment: PoolSegment) ->
     rank.half.shutdown()
 
 
-def test_threads_take_shorter_turns_only_while_there_is_something_to_copy() -> None:
+@pytest.mark.parametrize("urgent", [False, True])
+def test_threads_take_shorter_turns_only_while_something_urgent_is_to_be_copied(urgent: bool) -> None:
     usual = sys.getswitchinterval()
     queue = CopyThread(lambda: None)
     seen: list[float] = []
-    ran = threading.Event()
-    queue.submit(lambda: seen.append(sys.getswitchinterval()))
-    queue.submit(ran.set)
-    assert ran.wait(10)
+    left = [UnderWay.LOADS] * 3 if urgent else [UnderWay.STORES] * 3
+
+    def look() -> UnderWay:
+        if not seen:
+            return UnderWay.NOTHING
+        seen.append(sys.getswitchinterval())
+        return left.pop() if left else UnderWay.NOTHING
+
+    queue.watch(look)
+    queue.submit(lambda: seen.append(sys.getswitchinterval()), urgent=urgent)
     end = time.monotonic() + 10
-    while sys.getswitchinterval() != usual and time.monotonic() < end:
+    while (left or not seen or sys.getswitchinterval() != usual) and time.monotonic() < end:
         time.sleep(0.001)
-    assert sys.getswitchinterval() == usual
-    assert seen[0] < usual
     queue.shutdown()
+    assert sys.getswitchinterval() == usual
+    assert len(seen) >= 4
+    assert [interval < usual for interval in seen[:4]] == [urgent] * 4
 
 
 # --- what is counted ------------------------------------------------------------------------------------------------
