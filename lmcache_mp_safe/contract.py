@@ -37,6 +37,7 @@ class PoolSegment(msgspec.Struct, frozen=True):
         size: bytes.
         inode: inode of the segment that the scheduler proved to be its server's; workers must map the same one.
         slices: (offset, size) in bytes of each rank's slice within an object, by rank.
+        namespace: of the model on the server; part of the seals.
     """
 
     epoch: ServerEpoch
@@ -44,6 +45,7 @@ class PoolSegment(msgspec.Struct, frozen=True):
     size: int
     inode: int
     slices: tuple[tuple[int, int], ...] = ()
+    namespace: str = ""
 
 
 class ObjectCopy(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ import msgspec
 from lmcache_mp_safe.errors import UnnameableError
 
 # Part of every digest and namespace: a change of the payload, the seal or the digests must change it.
-FORMAT_VERSION = "4"
+FORMAT_VERSION = "5"
 
 _DIGEST_BYTES = 32
 _SLUG_CHARACTERS = 40

@@ -17,7 +17,7 @@ from lmcache_mp_safe.bench.shapes import Shape, kv_cache_config, vllm_config
 from lmcache_mp_safe.bench.stub import StubFuture, StubMaker, StubServer
 from lmcache_mp_safe.connector import LayoutMetadata, LMCacheMPSafeConnector, ReportMetadata
 from lmcache_mp_safe.contract import SKIP, JobOutcome, JobReport, LoadJob, RankLayout, StepReport, StoreJob
-from lmcache_mp_safe.geometry.seal import Seal
+from lmcache_mp_safe.geometry.seal import Seal, layout_in
 from lmcache_mp_safe.ids import ServerEpoch
 from lmcache_mp_safe.wire import Wire
 
@@ -98,14 +98,14 @@ class OurSide:
                 self._seal(job)
 
     def _seal(self, job: StoreJob) -> None:
-        objects = self.connector.scheduler_half.objects
+        objects, namespace = self.connector.scheduler_half.objects, self.connector.scheduler_half.wire.namespace
         for rank, part in zip(self._ranks, objects.layout.slices, strict=True):
             payload = sum(len(ids) * size for ids, size in zip(job.object.blocks, rank.group_page_bytes, strict=True))
             for piece, slot in enumerate(job.object.slots):
                 if slot == SKIP:
                     continue
                 self.server.pool.seals[slot + part.seal_offset] = Seal(
-                    layout_digest=rank.digest,
+                    layout_digest=layout_in(namespace, rank.digest),
                     object_digest=job.object.digest,
                     rank=rank.rank,
                     piece=piece,

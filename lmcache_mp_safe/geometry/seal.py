@@ -6,10 +6,14 @@ locks and answers are hints; what makes a load right is the seal, and the checks
 
     magic 8 | version 2 | rank 2 | piece 2 | pieces 2 | layout digest 16 | object digest 32 | payload bytes 8
     | payload checksum 8 | writer nonce 16 | zeros | checksum of all that 8
+
+A slot that was given back before a copy began holds what was there before: perhaps, seal and all, the object of the
+same tokens of another model, or of this one with the weights it had before a reset. So a seal names the namespace, too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass
 
@@ -29,9 +33,15 @@ _PADDING = SEAL_BYTES - _BODY.size - _CHECK.size
 CLEARED = bytes(SEAL_BYTES)
 
 
+def layout_in(namespace: str, layout_digest: bytes) -> bytes:
+    """16 bytes over a rank's layout and the namespace that it is used in."""
+    return hashlib.blake2b(layout_digest + namespace.encode(), digest_size=16).digest()
+
+
 @dataclass(frozen=True)
 class Seal:
-    """What a writer vouches for. `payload_bytes` and `checksum` are those of this rank's share of this piece."""
+    """What a writer vouches for. `payload_bytes` and `checksum` are those of this rank's share of this piece;
+    `layout_digest` is what `layout_in` says."""
 
     layout_digest: bytes
     object_digest: bytes

@@ -486,7 +486,7 @@ class SchedulerHalf:
         if segment is None:
             return None
         slices = tuple((part.offset, part.size) for part in self.objects.layout.slices)
-        return msgspec.structs.replace(segment, slices=slices)
+        return msgspec.structs.replace(segment, slices=slices, namespace=self.wire.namespace)
 
     def _track(self, source: RequestSource) -> Tracked:
         tracked = self._book.get(source.request_id)

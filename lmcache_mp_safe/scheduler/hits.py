@@ -226,7 +226,7 @@ class Hits:
 
     def _seals_are_right(self, name: ObjectName, slots: Sequence[int]) -> bool:
         pool = self._wire.pool
-        return pool is not None and self._objects.seals_are_right(pool, name, slots)
+        return pool is not None and self._objects.seals_are_right(pool, self._wire.namespace, name, slots)
 
     def _call_failed(self, session: SessionId, now: float) -> None:
         request_id, role, boundary = self._owners[session]

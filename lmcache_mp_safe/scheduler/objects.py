@@ -10,7 +10,7 @@ from lmcache_mp_safe.contract import RankLayout
 from lmcache_mp_safe.errors import ServerError
 from lmcache_mp_safe.geometry.groups import Columns, ModelGeometry, payload_bytes
 from lmcache_mp_safe.geometry.payload import SEAL_BYTES, ObjectLayout, piece_bytes
-from lmcache_mp_safe.geometry.seal import check_seal
+from lmcache_mp_safe.geometry.seal import check_seal, layout_in
 from lmcache_mp_safe.identity import PrefixDigests, piece_digests
 
 
@@ -64,18 +64,18 @@ class ModelObjects:
         columns = self.geometry.boundary_columns(boundary)
         return ObjectName(digest, columns, piece_digests(digest, self.layout.pieces(self._rank_bytes(columns))))
 
-    def check_seals(self, pool: PoolReader, name: ObjectName, slots: Sequence[int]) -> None:
+    def check_seals(self, pool: PoolReader, namespace: str, name: ObjectName, slots: Sequence[int]) -> None:
         """Read the seal of every rank in every piece.
 
         Raises:
-            ServerError: a slot does not hold the sealed object of this name.
+            ServerError: a slot does not hold the sealed object of this name in this namespace.
         """
         for rank, part, payload in zip(self.ranks, self.layout.slices, self._rank_bytes(name.columns), strict=True):
             for piece, slot in enumerate(slots):
                 raw = pool.read(slot + part.seal_offset, SEAL_BYTES)
                 check_seal(
                     raw,
-                    layout_digest=rank.digest,
+                    layout_digest=layout_in(namespace, rank.digest),
                     object_digest=name.digest,
                     rank=rank.rank,
                     piece=piece,
@@ -83,9 +83,9 @@ class ModelObjects:
                     payload_bytes=piece_bytes(payload, part.capacity, piece),
                 )
 
-    def seals_are_right(self, pool: PoolReader, name: ObjectName, slots: Sequence[int]) -> bool:
+    def seals_are_right(self, pool: PoolReader, namespace: str, name: ObjectName, slots: Sequence[int]) -> bool:
         try:
-            self.check_seals(pool, name, slots)
+            self.check_seals(pool, namespace, name, slots)
         except ServerError:
             return False
         return True

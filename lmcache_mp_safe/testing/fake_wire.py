@@ -68,6 +68,7 @@ class FakeWire:
         refuse_commits: commits are answered with False.
         held_back: while True, answers wait.
         owes: something on the server is not ended yet.
+        namespace: part of the seals.
     """
 
     def __init__(self, object_bytes: int, capacity: int = 64, lease_s: float = 60.0) -> None:
@@ -83,6 +84,7 @@ class FakeWire:
         self.held_back = self.owes = False
         self.log: list[str] = []
         self.up = True
+        self.namespace = ""
         self.why_down = ""
         self.has_tried = True
         self.epoch = ServerEpoch(1)

@@ -15,7 +15,7 @@ from lmcache_mp_safe.announcements import Announcements
 from lmcache_mp_safe.config import SafeConfig
 from lmcache_mp_safe.contract import SKIP, JobOutcome, JobReport, LoadJob, RankLayout, StepPlan, StepReport, StoreJob
 from lmcache_mp_safe.geometry.groups import Group, GroupKind, ModelGeometry
-from lmcache_mp_safe.geometry.seal import Seal
+from lmcache_mp_safe.geometry.seal import Seal, layout_in
 from lmcache_mp_safe.ids import JobId, RequestId, ServerEpoch
 from lmcache_mp_safe.scheduler.half import Role, SchedulerHalf
 from lmcache_mp_safe.testing.fake_wire import FakeWire
@@ -183,6 +183,7 @@ class World:
     def _make_wire(self, object_bytes: int, generation: str, first_epoch: ServerEpoch) -> FakeWire:
         wire = self._given_wire or FakeWire(object_bytes)
         wire.epoch = max(wire.epoch, first_epoch)
+        wire.namespace = generation
         self._given_wire = None
         self.wires.append(wire)
         return wire
@@ -240,7 +241,7 @@ class World:
                 if slot == SKIP:
                     continue
                 seal = Seal(
-                    layout_digest=rank.digest,
+                    layout_digest=layout_in(self.wire.namespace, rank.digest),
                     object_digest=job.object.digest,
                     rank=rank.rank,
                     piece=piece,

@@ -120,6 +120,10 @@ class Wire:
         return self._last_epoch
 
     @property
+    def namespace(self) -> str:
+        return self._config.namespace
+
+    @property
     def segment(self) -> PoolSegment | None:
         return None if self._link is None else self._link.segment
 

@@ -29,7 +29,7 @@ from lmcache_mp_safe.contract import (
 from lmcache_mp_safe.errors import LocalError, SafeError, ServerError
 from lmcache_mp_safe.geometry.pages import PageLayout
 from lmcache_mp_safe.geometry.payload import SEAL_BYTES, Slice, piece_bytes
-from lmcache_mp_safe.geometry.seal import CLEARED, Seal, check_seal
+from lmcache_mp_safe.geometry.seal import CLEARED, Seal, check_seal, layout_in
 from lmcache_mp_safe.geometry.spans import Spans, spans
 from lmcache_mp_safe.ids import NULL_BLOCK
 from lmcache_mp_safe.ops.contract import Backend, Bytes, Fence
@@ -123,7 +123,7 @@ class Copier:
             own = [self._own_slice(running.pool, part, slot) for slot in copy.slots]
             slices += own
             try:
-                seals += self._seals(copy, own, part)
+                seals += self._seals(copy, own, running.pool)
             except ServerError as error:
                 bad.append(index)
                 running.failure = str(error)
@@ -179,14 +179,15 @@ class Copier:
         pages = self._pages.group_page_bytes
         return sum(len(ids) * page for ids, page in zip(copy.blocks, pages, strict=True))
 
-    def _seals(self, copy: ObjectCopy, slices: list[Bytes], part: Slice) -> list[Seal]:
+    def _seals(self, copy: ObjectCopy, slices: list[Bytes], pool: MappedPool) -> list[Seal]:
         if self._integrity is Integrity.OFF:
             return []
+        part, layout_digest = self._slice(pool), layout_in(pool.segment.namespace, self._layout_digest)
         payload_bytes = self._payload_bytes(copy)
         return [
             check_seal(
                 view[part.capacity :].tobytes(),
-                layout_digest=self._layout_digest,
+                layout_digest=layout_digest,
                 object_digest=copy.digest,
                 rank=self._rank,
                 piece=piece,
@@ -221,11 +222,11 @@ class Copier:
 
     def _seal(self, stored: ObjectCopy, copy: Copy, pool: MappedPool) -> None:
         """The payload is in the slots: vouch for it. No seal is written unless all can be."""
-        part = self._slice(pool)
+        part, layout_digest = self._slice(pool), layout_in(pool.segment.namespace, self._layout_digest)
         payload_bytes = self._payload_bytes(stored)
         seals = [
             Seal(
-                layout_digest=self._layout_digest,
+                layout_digest=layout_digest,
                 object_digest=stored.digest,
                 rank=self._rank,
                 piece=piece,

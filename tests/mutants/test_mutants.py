@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,9 @@ import pytest
 
 from lmcache_mp_safe.errors import SafeError
 from lmcache_mp_safe.geometry.payload import ObjectLayout
-from lmcache_mp_safe.scheduler import certify, half, hits, machine, stores
+from lmcache_mp_safe.scheduler import certify, half, hits, machine, objects, stores
+from lmcache_mp_safe.testing import world
+from lmcache_mp_safe.testing.fake_server import SharedMemory
 from lmcache_mp_safe.testing.pools import pool_file
 from lmcache_mp_safe.testing.world import BLOCK
 from lmcache_mp_safe.wire import wire
@@ -37,7 +39,7 @@ def module(name: str) -> ModuleType:
 
 
 STORES, HITS = module("scheduler/test_stores.py"), module("scheduler/test_hits.py")
-WIRE = module("wire/test_wire.py")
+WIRE, DEBTS = module("wire/test_wire.py"), module("wire/test_debts.py")
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -115,6 +117,11 @@ def promise_without_the_boundary_object(patch: pytest.MonkeyPatch) -> None:
 
 def promise_without_reading_the_seals(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hits.Hits, "_seals_are_right", lambda *_: True)
+
+
+def seals_of_any_namespace(patch: pytest.MonkeyPatch) -> None:
+    for module in (objects, world):
+        patch.setattr(module, "layout_in", lambda namespace, layout_digest: layout_digest)
 
 
 def load_again_after_a_failed_load(patch: pytest.MonkeyPatch) -> None:
@@ -207,6 +214,14 @@ def end_of_a_session_before_its_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(wire.Wire, "_settle_closing", hasty)
 
 
+def no_last_question(patch: pytest.MonkeyPatch) -> None:
+    def give_up(self: Any, link: Any, call: Any, now: float) -> None:
+        self._assume_done(link, call, now)
+        self._forget(link, call)
+
+    patch.setattr(wire.Wire, "_give_up_lookup", give_up)
+
+
 def debts_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(wire.Wire, "_inherit", lambda *_: None)
 
@@ -257,6 +272,7 @@ MUTANTS = [
         promise_without_reading_the_seals,
         HITS.test_object_whose_seal_is_wrong_is_a_miss_and_mended_by_the_recompute,
     ),
+    mutant(seals_of_any_namespace, HITS.test_object_of_the_same_tokens_from_another_namespace_is_a_miss),
     mutant(
         load_again_after_a_failed_load,
         HITS.test_object_that_arrives_wrong_is_recomputed_not_loaded_again_and_mended,
@@ -275,6 +291,13 @@ MUTANTS = [
         WIRE.test_what_was_owed_to_a_server_that_stood_still_is_settled_when_it_goes_on,
         state="reading",
     ),
+    mutant(
+        no_last_question,
+        DEBTS.test_nothing_is_left_on_a_server_that_failed_at_any_call_and_goes_on,
+        operation="query_prefetch_status",
+        fault="lose_at idle_at",
+        lookup_s=0.15,
+    ),
     mutant(end_of_a_session_before_its_commit, WIRE.test_close_waits_for_a_commit_before_it_ends),
 ]
 
@@ -287,9 +310,20 @@ def segment_file(tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def fixtures(segment_file: Path) -> dict[str, Callable[[], Any]]:
+def memory() -> Iterator[SharedMemory]:
+    made = SharedMemory(64 * DEBTS.OBJECT)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fixtures(segment_file: Path, memory: SharedMemory) -> dict[str, Callable[[], Any]]:
     """Fixtures that victims ask for by name."""
-    return {"segment": lambda: segment_file, "bench": lambda: WIRE.Bench(segment_file)}
+    return {
+        "segment": lambda: segment_file,
+        "bench": lambda: WIRE.Bench(segment_file),
+        "life": lambda: DEBTS.Life(memory),
+    }
 
 
 def run_victim(chosen: Mutant, fixtures: dict[str, Callable[[], Any]]) -> None:

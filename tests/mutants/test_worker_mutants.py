@@ -191,6 +191,14 @@ def check_wrong_byte_is_noticed(segment: PoolSegment) -> None:
     assert rank.outcome(2) is JobOutcome.BAD_CHECKSUM
 
 
+def check_seal_of_another_namespace_is_noticed(segment: PoolSegment) -> None:
+    rank = Rank()
+    rank.step(segment, storing(1))
+    assert rank.outcome(1) is JobOutcome.DONE
+    rank.step(msgspec.structs.replace(segment, namespace="another", epoch=ServerEpoch(2)), loading(2, epoch=2))
+    assert rank.outcome(2) is JobOutcome.BAD_SEAL
+
+
 def check_store_sees_what_was_queued_before_it(segment: PoolSegment) -> None:
     rank = Rank()
     rank.device.write(1, 77)
@@ -294,6 +302,10 @@ def checksum_off(patch: Patch) -> None:
     patch.setattr(Copier, "_wrong_arrivals", lambda self, job, copy: ())
 
 
+def any_namespace_goes(patch: Patch) -> None:
+    patch.setattr(copier_module, "layout_in", lambda namespace, layout_digest: layout_digest)
+
+
 def no_fence(patch: Patch) -> None:
     patch.setattr(WorkerHalf, "_record_fence", lambda self: InlineFence())
 
@@ -327,6 +339,7 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], Check]] = {
     "seal before copy": (seal_before_copy, check_seal_follows_payload),
     "old seal stays": (old_seal_stays, check_no_seal_while_a_slot_is_written_again),
     "checksum off": (checksum_off, check_wrong_byte_is_noticed),
+    "any namespace": (any_namespace_goes, check_seal_of_another_namespace_is_noticed),
     "store without a fence": (no_fence, check_store_sees_what_was_queued_before_it),
     "load without a fence": (no_fence, check_load_is_not_overwritten_by_what_was_queued_before_it),
     "compute is not held": (compute_is_not_held, check_forward_waits_for_a_watched_store),

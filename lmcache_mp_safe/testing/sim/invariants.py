@@ -12,7 +12,7 @@ import numpy as np
 
 from lmcache_mp_safe.errors import ServerError
 from lmcache_mp_safe.geometry.checksum import PayloadChecksum
-from lmcache_mp_safe.geometry.seal import Seal, decode_seal
+from lmcache_mp_safe.geometry.seal import Seal, decode_seal, layout_in
 from lmcache_mp_safe.identity import PrefixDigests
 from lmcache_mp_safe.ids import RequestId
 from lmcache_mp_safe.scheduler.half import SchedulerHalf
@@ -158,20 +158,20 @@ def dead_end(engine: Engine, half: SchedulerHalf | None, jobs: Jobs) -> list[str
 # --- at rest ----------------------------------------------------------------------------------------------------------
 
 
-def wrong_objects(
-    server: FakeServer, memory: SharedMemory, half: SchedulerHalf, payloads: Payloads, old: set[str]
-) -> Iterator[str]:
-    """What is sealed, and would be believed, holds the tags of its prefix. `old`: namespaces of other weights."""
+def wrong_objects(server: FakeServer, memory: SharedMemory, half: SchedulerHalf, payloads: Payloads) -> Iterator[str]:
+    """What is sealed, and would be believed, holds the tags of its prefix."""
+    namespace = half.wire.namespace
+    layouts = [layout_in(namespace, rank.digest) for rank in half.objects.ranks]
     for name, stored in server.objects.readable.items():
-        if name.namespace in old:
-            continue
+        if name.namespace != namespace:
+            continue  # nobody asks for it
         for rank, part in enumerate(half.objects.layout.slices):
             if stored.layout.length != half.objects.layout.object_bytes:
                 continue  # the connector's own probe
             raw = memory.read(stored.offset + part.offset, part.size)
             seal = _seal(raw[part.capacity :])
             expected = None if seal is None else payloads.expected.get((seal.object_digest, rank))
-            if seal is None or expected is None or seal.rank != rank:
+            if seal is None or expected is None or (seal.rank, seal.layout_digest) != (rank, layouts[rank]):
                 continue  # nobody believes it: slots that were given back hold what was there before
             payload = raw[: seal.payload_bytes]
             if _checksum(payload) != seal.checksum:

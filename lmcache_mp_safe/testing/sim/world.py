@@ -71,7 +71,6 @@ class World:
         self.payloads = Payloads(self.engine.ranks, self.engine.pool)
         self.acknowledged = Acknowledgements()
         self.watermarks = check.Watermarks(self.acknowledged, self.jobs.loaded, settings.chunk_tokens, SERVER_CHUNK)
-        self._old_namespaces: set[str] = set()
         self.engine.planned = self._planned
         self.engine.reported = self._reported
         self.network.answered = self._answered
@@ -175,8 +174,7 @@ class World:
             self.now += _LOCK_TIME_S
             self.network.server.tick()
         first("leak", check.leftovers_on_the_server(self.network.server))
-        found = check.wrong_objects(self.network.server, self.memory, self.half, self.payloads, self._old_namespaces)
-        first("wrong object", found)
+        first("wrong object", check.wrong_objects(self.network.server, self.memory, self.half, self.payloads))
         self._out.append("at rest")
 
     def _finish_requests(self, random: Random) -> None:
@@ -230,7 +228,6 @@ class World:
             return "the model stays the same"
         for rank in self.engine.ranks:
             rank.change_weights()
-        self._old_namespaces = {name.namespace for name in self.network.server.objects.readable}
         self.payloads.expected.clear()
         return "the model has other weights"
 

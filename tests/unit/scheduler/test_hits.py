@@ -160,6 +160,14 @@ def test_object_whose_seal_is_wrong_is_a_miss_and_mended_by_the_recompute() -> N
         assert elsewhere(other).matched(again) == LENGTH
 
 
+def test_object_of_the_same_tokens_from_another_namespace_is_a_miss() -> None:
+    """A slot that was given back unwritten may hold it: of another model, or of this one with other weights."""
+    world = elsewhere(stored())
+    world.wire.namespace = "another"
+    assert world.matched(FakeRequest("r", prompt(LENGTH + 1))) == 0
+    assert world.half.counters["seals_rejected"]
+
+
 def test_object_that_arrives_wrong_is_recomputed_not_loaded_again_and_mended() -> None:
     world = elsewhere(stored())
     request = FakeRequest("r", prompt(LENGTH + 1))

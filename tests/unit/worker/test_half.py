@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -158,6 +159,14 @@ def test_ranks_share_an_object_side_by_side(segment: PoolSegment) -> None:
         assert load(rank, segment, ((10, 11), ()), [0]).outcome is JobOutcome.DONE
         assert rank.page(0, 10) == expected
     assert ranks[0].page(0, 10) != ranks[1].page(0, 10)
+
+
+def test_object_of_another_namespace_is_not_accepted(segment: PoolSegment) -> None:
+    rank = Rank()
+    before = msgspec.structs.replace(segment, namespace="before a reset")
+    after = msgspec.structs.replace(segment, namespace="after it", epoch=ServerEpoch(2))
+    assert store(rank, before, CHUNK, [0]).outcome is JobOutcome.DONE
+    assert load(rank, after, ((10, 11), ()), [0], epoch=2).outcome is JobOutcome.BAD_SEAL
 
 
 def test_slice_of_another_rank_is_not_accepted(segment: PoolSegment) -> None:
