@@ -68,6 +68,7 @@ class Group:
 
 
 Columns = tuple[range, ...]  # one range of columns per group; empty where the group is not in the object
+_NO_COLUMNS = range(0)
 
 
 @dataclass(frozen=True)
@@ -104,27 +105,37 @@ class ModelGeometry:
 
     def chunk_columns(self, chunk: int) -> Columns:
         """Columns in the chunk object for tokens [chunk * C, (chunk + 1) * C)."""
-        return self._append_only_columns(chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens)
+        return tuple(self._append_only_columns(chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens))
 
     def boundary_columns(self, boundary: int) -> Columns:
         """Columns in the boundary object for `boundary`, a multiple of the scheduler block."""
-        tail = self._append_only_columns(boundary // self.chunk_tokens * self.chunk_tokens, boundary)
-        return tuple(
-            group.columns_at(boundary) if group.is_boundary else columns
-            for group, columns in zip(self.groups, tail, strict=True)
-        )
+        columns = self._append_only_columns(boundary // self.chunk_tokens * self.chunk_tokens, boundary)
+        for group in self._boundary_groups:
+            columns[group] = self.groups[group].columns_at(boundary)
+        return tuple(columns)
+
+    @cached_property
+    def rarest_first(self) -> tuple[int, ...]:
+        """Groups in the order in which to look for their pages: most boundaries have no state."""
+        others = [group for group in range(len(self.groups)) if group not in self._boundary_groups]
+        return (*self._boundary_groups, *others)
 
     def needs_boundary_object(self, boundary: int) -> bool:
         """Whether chunk objects alone do not suffice to resume at this boundary."""
         return self.is_recurrent or any(self.boundary_columns(boundary))
 
-    def _append_only_columns(self, start_token: int, end_token: int) -> Columns:
-        return tuple(
-            range(start_token // group.block_tokens, end_token // group.block_tokens)
-            if group.kind is GroupKind.APPEND_ONLY
-            else range(0)
-            for group in self.groups
-        )
+    @cached_property
+    def _boundary_groups(self) -> tuple[int, ...]:
+        return tuple(index for index, group in enumerate(self.groups) if group.is_boundary)
+
+    @cached_property
+    def _append_only_tokens(self) -> tuple[int, ...]:
+        """Tokens of a block of each group; 0 for a group that is not append-only."""
+        append_only = GroupKind.APPEND_ONLY
+        return tuple(group.block_tokens if group.kind is append_only else 0 for group in self.groups)
+
+    def _append_only_columns(self, start: int, end: int) -> list[range]:
+        return [range(start // tokens, end // tokens) if tokens else _NO_COLUMNS for tokens in self._append_only_tokens]
 
 
 def payload_bytes(columns: Columns, group_page_bytes: Sequence[int]) -> int:

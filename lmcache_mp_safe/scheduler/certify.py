@@ -63,7 +63,7 @@ class Certificate:
 
     @property
     def block_ids(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(block.block_id for block in pages.blocks) for pages in self.groups)
+        return tuple([tuple([block.block_id for block in pages.blocks]) for pages in self.groups])
 
     @property
     def moved(self) -> bool:
@@ -76,16 +76,16 @@ _NO_PAGES = Pages((), (), [])
 
 def certify(pool: BlockPool, source: HashSource, geometry: ModelGeometry, columns: Columns) -> Certificate | None:
     """The certified blocks of an object with these columns, or None if vLLM would not serve one of them."""
-    groups: list[Pages] = []
-    for group, part in enumerate(columns):
+    groups = [_NO_PAGES] * len(columns)
+    for group in geometry.rarest_first:
+        part = columns[group]
         if not part:
-            groups.append(_NO_PAGES)
             continue
         hashes = source.block_hashes(part, geometry.groups[group].block_tokens)
         blocks = None if hashes is None else pool.find_all(hashes, group)
         if hashes is None or blocks is None or any(block.is_null for block in blocks):
             return None
-        groups.append(Pages(hashes, blocks, [block.block_hash for block in blocks]))
+        groups[group] = Pages(hashes, blocks, [block.block_hash for block in blocks])
     return Certificate(tuple(groups))
 
 
