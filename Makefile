@@ -51,7 +51,7 @@ environments:
 
 # Levels that need neither a server nor an engine.
 test-fast: venv
-	$(NEW)/bin/python -m pytest -m "not server and not engine and not gpu" $(PYTEST_ARGS)
+	$(NEW)/bin/python -m pytest -m "not server and not engine and not gpu and not long" $(PYTEST_ARGS)
 
 # 5,000 seeds of 200 steps are a million steps.
 sim: venv
@@ -63,9 +63,9 @@ test-server: venv
 test-engine: venv
 	$(NEW)/bin/python -m pytest -m "engine and not gpu and not faults and not long" $(PYTEST_ARGS)
 
-# Further cells of what test-engine shows.
+# Further cells of what test-fast and test-engine show.
 test-long: venv
-	$(NEW)/bin/python -m pytest -m "engine and long" $(PYTEST_ARGS)
+	$(NEW)/bin/python -m pytest -m "long and not gpu and not faults" $(PYTEST_ARGS)
 
 # Real faults at every moment of a request; some of them are part of test-engine too.
 test-faults: venv

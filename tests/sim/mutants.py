@@ -1,6 +1,6 @@
 """Deliberate mistakes in both halves, each of which the simulator must catch.
 
-Each is a patch of one function. `broken` says what it makes of the design, `caught_by` which invariants notice.
+Each is a patch of one function. What orders the device (fence, second look) has its mutants in `tests/mutants/`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import msgspec
 
 from lmcache_mp_safe import connector, identity
 from lmcache_mp_safe.geometry import groups
-from lmcache_mp_safe.ops import streamed
 from lmcache_mp_safe.scheduler import certify, half, hits, machine, progress, stores
 from lmcache_mp_safe.wire import wire
 from lmcache_mp_safe.worker import copier
@@ -24,10 +23,17 @@ from lmcache_mp_safe.worker import half as worker
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake: `owner.name` is replaced by what `change` makes of it."""
+    """A mistake: `owner.attribute` is replaced by what `change` makes of it.
+
+    Attributes:
+        broken: what it makes of the design.
+        caught_by: the invariant that notices, within the first `seeds` seeds of 120 steps.
+    """
 
     name: str
     broken: str
+    caught_by: str
+    seeds: int
     owner: Any
     attribute: str
     change: Callable[[Any], Any]
@@ -153,19 +159,6 @@ def without_chain(original: Any) -> Any:
     return digest
 
 
-def copied_in_the_plan_that_found_them(original: Any) -> Any:
-    def dispatch(self: Any, run: Any, plan_number: int, now: float) -> Any:
-        made = original(self, run, plan_number, now)
-        found_anew = not made and all(item.pinned for item in run.items)
-        return original(self, run, plan_number, now) if found_anew else made
-
-    return dispatch
-
-
-def never_recorded(original: Any) -> Any:
-    return lambda self: streamed.StreamFence(self._device.event())
-
-
 def again_and_again(original: Any) -> Any:
     def report(self: Any) -> Any:
         made = original(self)
@@ -183,14 +176,6 @@ def only_noted(original: Any) -> Any:
             found.unlock(start, end)
 
     return free
-
-
-def given_up_at_once(original: Any) -> Any:
-    def give_up(self: Any, link: Any, call: Any, now: float) -> None:
-        self._assume_done(link, call, now)
-        self._forget(link, call)
-
-    return give_up
 
 
 def one_page_too_few(original: Any) -> Any:
@@ -226,53 +211,63 @@ def local_ones_too(original: Any) -> Any:
 
 
 MUTANTS = (
-    Mutant("first_look_is_enough", "what is found anew is copied in the same plan", stores.Stores, "_dispatch",
-           copied_in_the_plan_that_found_them),
-    Mutant("no_second_look", "the block is not looked up again", stores, "still_holds", always(True)),
-    Mutant("unpinned_when_dispatched", "sources are free while they are read", stores.Stores, "_dispatch",
-           unpinned_when_dispatched),
-    Mutant("first_rank_counts", "the first rank's report ends a job", half.SchedulerHalf, "reported",
-           first_rank_counts),
-    Mutant("pins_are_kept", "pins are not given back", certify.Pins, "unpin", nothing),
-    Mutant("locks_are_kept", "an abort releases nothing", machine, "_releases", always(())),
-    Mutant("watermark_over_a_gap", "counts chunks that nobody acknowledged", progress.Progress, "acknowledge",
-           over_a_gap),
-    Mutant("watermark_on_lookup", "a lookup moves the watermark", half.SchedulerHalf, "_matched_tokens", on_lookup),
-    Mutant("no_boundary_object", "a hit without its state", half, "Rules", no_boundary_object),
-    Mutant("window_without_its_first_page", "a boundary object lacks a page", groups.Group, "columns_at",
-           without_its_first_page),
-    Mutant("one_namespace_for_ever", "a reset of the cache changes no name", half.SchedulerHalf, "_attach", as_before),
-    Mutant("whole_prompt_is_promised", "a hit leaves nothing to compute", half.SchedulerHalf, "_deepest_hit",
-           everything),
-    Mutant("local_tokens_are_promised", "a promise counts vLLM's own hit again", machine.RequestRecord,
-           "promised_tokens", local_ones_too),
-    Mutant("shared_pages_are_written", "a load writes pages of other requests", hits.Hits, "_targets", every_page),
-    Mutant("one_page_too_few", "a load leaves out the page behind the local hit", hits.Hits, "_targets",
-           one_page_too_few),
-    Mutant("one_column_off", "a load writes into other columns", hits.Hits, "_targets", one_column_off),
-    Mutant("loads_not_planned", "an admitted hit is never loaded", half.SchedulerHalf, "build_plan",
-           without("loads", ())),
-    Mutant("retired_ends_early", "the scheduler says too early that nothing is under way", half.SchedulerHalf,
-           "has_pending_work", constant(False)),
-    Mutant("end_is_not_told", "the end of a request is ignored", half.SchedulerHalf, "finished", nothing),
-    Mutant("content_without_extra_keys", "a salt does not name content", identity, "encode_extra", always(b"")),
-    Mutant("content_without_parent", "a chunk is named by its own tokens", identity.PrefixDigests, "_range_digest",
-           without_chain),
-    Mutant("locks_are_not_freed", "locks that are not needed stay", wire.Wire, "free", only_noted),
-    Mutant("slots_are_not_given_back", "what is reserved and not committed stays so", wire.Wire, "_publish", nothing),
-    Mutant("debts_are_forgotten", "nothing is settled with a server that stood still", wire.Wire, "_inherit", nothing),
-    Mutant("no_last_question", "a lookup whose answers are lost is not asked about again", wire.Wire,
-           "_give_up_lookup", given_up_at_once),
-    Mutant("sessions_do_not_end", "no session ends on the server", wire.Wire, "_send", never_used),
-    Mutant("no_end_of_reading", "a closed session keeps its retrieve", wire.Wire, "_release_reads", nothing),
-    Mutant("closing_does_nothing", "sessions are not closed", wire.Wire, "close_in_order", nothing),
-    Mutant("failed_loads_pass", "a failed load is told as arrived", worker.WorkerHalf, "poll", never_failed),
-    Mutant("checksums_are_ignored", "what arrived is not compared", copier.Copier, "_wrong_arrivals", always(())),
-    Mutant("no_fence", "copies do not wait for the engine's writes", streamed.StreamedBackend, "record_fence",
-           never_recorded),
-    Mutant("reported_twice", "a report is told again", worker.WorkerHalf, "take_report", again_and_again),
-    Mutant("reports_are_lost", "the scheduler side drops reports", connector.LMCacheMPSafeConnector,
-           "update_connector_output", nothing),
-    Mutant("preemption_is_not_told", "vLLM's allocation is not told to the half", connector.LMCacheMPSafeConnector,
-           "update_state_after_alloc", nothing),
+    # the scheduler half: stores
+    Mutant("unpinned_when_dispatched", "sources are free while they are read", "block", 1,
+           stores.Stores, "_dispatch", unpinned_when_dispatched),
+    Mutant("first_rank_counts", "the first rank's report ends a job", "block", 2,
+           half.SchedulerHalf, "reported", first_rank_counts),
+    Mutant("pins_are_kept", "pins are not given back", "leak", 1, certify.Pins, "unpin", nothing),
+    Mutant("watermark_over_a_gap", "counts chunks that nobody acknowledged", "watermark", 1,
+           progress.Progress, "acknowledge", over_a_gap),
+    Mutant("watermark_on_lookup", "a lookup moves the watermark", "watermark", 2,
+           half.SchedulerHalf, "_matched_tokens", on_lookup),
+    Mutant("window_without_its_first_page", "a boundary object lacks a page", "wrong tag", 8,
+           groups.Group, "columns_at", without_its_first_page),
+    # the scheduler half: hits
+    Mutant("locks_are_kept", "an abort releases nothing", "exception", 1, machine, "_releases", always(())),
+    Mutant("no_boundary_object", "a hit without its state", "wrong tag", 1, half, "Rules", no_boundary_object),
+    Mutant("whole_prompt_is_promised", "a hit leaves nothing to compute", "wrong tag", 14,
+           half.SchedulerHalf, "_deepest_hit", everything),
+    Mutant("local_tokens_are_promised", "a promise counts vLLM's own hit again", "block", 3,
+           machine.RequestRecord, "promised_tokens", local_ones_too),
+    Mutant("shared_pages_are_written", "a load writes pages of other requests", "block", 3,
+           hits.Hits, "_targets", every_page),
+    Mutant("one_page_too_few", "a load leaves out the page behind the local hit", "wrong tag", 1,
+           hits.Hits, "_targets", one_page_too_few),
+    Mutant("one_column_off", "a load writes into other columns", "wrong tag", 1, hits.Hits, "_targets", one_column_off),
+    Mutant("loads_not_planned", "an admitted hit is never loaded", "hang", 1,
+           half.SchedulerHalf, "build_plan", without("loads", ())),
+    # the scheduler half: life
+    Mutant("one_namespace_for_ever", "a reset of the cache changes no name", "wrong tag", 4,
+           half.SchedulerHalf, "_attach", as_before),
+    Mutant("retired_ends_early", "says too early that nothing is under way", "leak", 6,
+           half.SchedulerHalf, "has_pending_work", constant(False)),
+    Mutant("end_is_not_told", "the end of a request is ignored", "exception", 1,
+           half.SchedulerHalf, "finished", nothing),
+    # names
+    Mutant("content_without_extra_keys", "a salt does not name content", "wrong object", 3,
+           identity, "encode_extra", always(b"")),
+    Mutant("content_without_parent", "a chunk is named by its own tokens", "wrong object", 3,
+           identity.PrefixDigests, "_range_digest", without_chain),
+    # the wire
+    Mutant("locks_are_not_freed", "locks that are not needed stay", "leak", 11, wire.Wire, "free", only_noted),
+    Mutant("slots_are_not_given_back", "what is reserved and not committed stays so", "leak", 9,
+           wire.Wire, "_publish", nothing),
+    Mutant("debts_are_forgotten", "nothing is settled with a server that stood still", "leak", 1,
+           wire.Wire, "_inherit", nothing),
+    Mutant("sessions_do_not_end", "no session ends on the server", "leak", 6, wire.Wire, "_send", never_used),
+    Mutant("no_end_of_reading", "a closed session keeps its retrieve", "leak", 1, wire.Wire, "_release_reads", nothing),
+    Mutant("closing_does_nothing", "sessions are not closed", "leak", 1, wire.Wire, "close_in_order", nothing),
+    # the worker half
+    Mutant("failed_loads_pass", "a failed load is told as arrived", "wrong tag", 3,
+           worker.WorkerHalf, "poll", never_failed),
+    Mutant("checksums_are_ignored", "what arrived is not compared", "wrong tag", 3,
+           copier.Copier, "_wrong_arrivals", always(())),
+    Mutant("reported_twice", "a report is told again", "block", 1,
+           worker.WorkerHalf, "take_report", again_and_again),
+    # the hooks
+    Mutant("reports_are_lost", "the scheduler side drops reports", "hang", 1,
+           connector.LMCacheMPSafeConnector, "update_connector_output", nothing),
+    Mutant("allocation_is_not_told", "vLLM's allocation is not told to the half", "hang", 1,
+           connector.LMCacheMPSafeConnector, "update_state_after_alloc", nothing),
 )  # fmt: skip
