@@ -78,6 +78,11 @@ class Comparison:
     drift_nats: float = 0.0
     flaws: frozenset[Flaw] = field(default_factory=frozenset)
 
+    @property
+    def shift_nats(self) -> float:
+        """How far the log-probabilities are off, where the tokens agree and where they part."""
+        return max(self.distance_nats, self.drift_nats)
+
 
 def compare(baseline: Answer, answer: Answer, near_tie_nats: float = NEAR_TIE_NATS) -> Comparison:
     """Where and how far the answer leaves the baseline's, and what is wrong with it besides."""

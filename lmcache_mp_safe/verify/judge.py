@@ -5,7 +5,8 @@ rates while the control has none: rounding does not do that. Where the control h
 may have of its own, the rates are compared by Fisher's exact test.
 
 **Another token**, near-tie or not, may be more frequent on a hit, since its sums come out differently: so it counts
-only against a control that had hits too, and is never called corruption.
+only against a control that had hits too, and is never called corruption. Likewise a **shift** of log-probabilities that
+is not far: how much of it is rounding, such a control says. A slightly wrong state shifts more than that.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from lmcache_mp_safe.verify.checks import Comparison, Flaw, Kind
 
 LEAST_CONTROLS = 10
 CORRUPT_P, SUSPICIOUS_P = 0.01, 0.2
+# A shift that is more than rounding: so many times the control's largest, and at least so many nats.
+_SHIFT_FACTOR, _LEAST_SHIFT_NATS = 10, 0.1
 _FAR, _OTHER = "far divergence", "another token"
 
 
@@ -94,6 +97,8 @@ def judge(
     if control_has_hits and other.p < CORRUPT_P:
         why = f"{other.what}, though one as good as the baseline's: {_words(other)}: more than vLLM's own hits do"
         return Judgement(Verdict.SUSPICIOUS, why, rates)
+    if control_has_hits and len(control) >= LEAST_CONTROLS and (shifts := _shifts(tested, control)):
+        return Judgement(Verdict.SUSPICIOUS, shifts, rates)
     if len(control) < LEAST_CONTROLS:
         return Judgement(Verdict.UNDECIDED, f"{len(control)} control answers, {LEAST_CONTROLS} are needed", rates)
     if not (hits.answers if hits.external_tokens is None else hits.external_tokens):
@@ -114,6 +119,18 @@ def _shows(comparison: Comparison, what: str) -> bool:
     if what == _OTHER:
         return comparison.position is not None
     return comparison.kind is Kind.FAR if what == _FAR else what in comparison.flaws
+
+
+def _shifts(tested: Sequence[Comparison], control: Sequence[Comparison]) -> str:
+    """What to say of answers that are shifted more than the control is; empty if none is."""
+    rounding = max(one.shift_nats for one in control)
+    shifted = [one.shift_nats for one in tested if one.shift_nats > max(_SHIFT_FACTOR * rounding, _LEAST_SHIFT_NATS)]
+    if not shifted:
+        return ""
+    return (
+        f"{len(shifted)} of {len(tested)} answers are up to {max(shifted):.2g} nats off the baseline's, none of the"
+        f" control's more than {rounding:.2g}: rounding hardly does that on another hit: ask more requests"
+    )
 
 
 def _words(rate: Rate) -> str:

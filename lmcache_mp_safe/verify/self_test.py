@@ -19,6 +19,7 @@ _TIMEOUT_S = 30.0
 EXPECTED: tuple[tuple[Fault | None, Verdict], ...] = (
     (None, Verdict.CLEAN),
     (Fault.NEAR_TIE, Verdict.CLEAN),
+    (Fault.SHIFT, Verdict.SUSPICIOUS),
     (Fault.WRONG_STATE, Verdict.CORRUPT),
     (Fault.REPLACEMENT, Verdict.CORRUPT),
     (Fault.DRIFT, Verdict.CORRUPT),

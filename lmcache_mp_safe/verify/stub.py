@@ -24,6 +24,7 @@ class Fault(enum.StrEnum):
     WRONG_STATE = "wrong state"  # other tokens, said as surely as right ones
     REPLACEMENT = "U+FFFD"
     NEAR_TIE = "near-tie"  # two tokens that are as good as equal change places; no fault
+    SHIFT = "shift"  # the same tokens, a little off: a state that is some tokens too old makes such
     DRIFT = "drift"  # the same tokens with other log-probabilities
     NOT_A_NUMBER = "not a number"  # the same tokens with no log-probability at all
 
@@ -92,6 +93,8 @@ def _token(prompt: str, place: int, fault: Fault | None) -> tuple[str, dict[str,
         words[0] = "\ufffd"
     elif fault is Fault.NEAR_TIE and tied:
         words[0], words[1] = words[1], words[0]
+    elif fault is Fault.SHIFT:
+        sure[0] -= 0.3
     elif fault is Fault.DRIFT:
         sure = [-2.0, -2.1, _UNSURE]
     logprobs = [None] * len(sure) if fault is Fault.NOT_A_NUMBER else sure

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from lmcache_mp_safe.verify.checks import Answer, Flaw, Kind, Token, compare, flaws
+from lmcache_mp_safe.verify.checks import Answer, Comparison, Flaw, Kind, Token, compare, flaws
 from lmcache_mp_safe.verify.judge import Hits, Verdict, fisher
 from lmcache_mp_safe.verify.judge import judge as judge_against
 
@@ -94,6 +94,18 @@ def test_near_ties_count_only_against_a_control_that_had_hits_too_and_are_never_
     assert judge([TIE] * 40, [SAME] * 20, hits=HITS).verdict is Verdict.SUSPICIOUS
     assert judge([TIE] * 40, [TIE] * 18 + [SAME] * 2, hits=HITS).verdict is Verdict.CLEAN
     assert judge([TIE] * 4 + [SAME] * 36, [SAME] * 20, hits=HITS).verdict is Verdict.CLEAN
+
+
+def shifted(nats: float) -> Comparison:
+    return compare(answer(SURE), answer(Token("yes", SURE.logprob - nats, SURE.best)))
+
+
+def test_one_shift_that_the_controls_rounding_does_not_reach_by_far_is_suspicious() -> None:
+    """A state that is a few tokens too old is not far: 0.23 to 0.42 nats were seen of it, where rounding made none."""
+    assert judge([SAME] * 39 + [shifted(0.3)], [SAME] * 20, hits=HITS).verdict is Verdict.SUSPICIOUS
+    assert judge([SAME] * 39 + [shifted(0.3)], [SAME] * 19 + [shifted(0.04)], hits=HITS).verdict is Verdict.CLEAN
+    assert judge([SAME] * 39 + [shifted(0.09)], [SAME] * 20, hits=HITS).verdict is Verdict.CLEAN
+    assert judge([SAME] * 39 + [shifted(0.3)], [SAME] * 20, hits=HITS, control_has_hits=False).verdict is Verdict.CLEAN
 
 
 @pytest.mark.parametrize(
