@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_mp_safe import startup
 from lmcache_mp_safe.announcements import Announcements
-from lmcache_mp_safe.compat.block_size import ResolvedBlockSize
+from lmcache_mp_safe.compat.block_size import StepBlockSize
 from lmcache_mp_safe.compat.events import events_of, wants_events
 from lmcache_mp_safe.compat.features import probe
 from lmcache_mp_safe.compat.gate import install
@@ -113,7 +113,7 @@ class LMCacheMPSafeConnector(KVConnectorBase_V1, SupportsHMA):
         self._tally = Tally()  # the scheduler half's and its wires'; a worker half has its own
         if role is KVConnectorRole.SCHEDULER:
             install(self._features)
-            self._block_size = ResolvedBlockSize(vllm_config.cache_config, self._geometry)
+            self._block_size = StepBlockSize(vllm_config.cache_config, self._geometry)
             startup.recompute_failed_loads(transfer)
             self._scheduler = self._make_scheduler_half()
 

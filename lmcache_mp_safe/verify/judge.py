@@ -128,8 +128,8 @@ def _shifts(tested: Sequence[Comparison], control: Sequence[Comparison]) -> str:
     if not shifted:
         return ""
     return (
-        f"{len(shifted)} of {len(tested)} answers are up to {max(shifted):.2g} nats off the baseline's, none of the"
-        f" control's more than {rounding:.2g}: rounding hardly does that on another hit: ask more requests"
+        f"{len(shifted)} of {len(tested)} answers are up to {max(shifted):.2g} nats off the baseline's, the control's"
+        f" {rounding:.2g} at most: rounding hardly does that, so ask more requests"
     )
 
 

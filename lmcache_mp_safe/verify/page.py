@@ -45,9 +45,9 @@ _READING = """
 (<b>first</b> fills the cache, <b>again</b> finds it).</p>
 <ul>
 <li><b>Same</b>: the same tokens as the baseline. <b>Near-tie</b>: another token, but one that the baseline
-held for as good as its own. Rounding does that, and it is no fault unless it is more frequent than in a control with
-hits. <b>Far</b>: a token that it would hardly have said, or log-probabilities that are not its own. A wrong cache entry
-does that.</li>
+held for as good as its own. Rounding does that, and it is no fault unless it is more frequent, or log-probabilities
+are more than ten times as far off, than in a control with hits. <b>Far</b>: a token that it would hardly have said, or
+log-probabilities that are not its own. A wrong cache entry does that.</li>
 <li>A far divergence where the control has none is corruption. Where the control has some too, and for flaws
 of the text, the
 rates are compared: p is the chance of so many if both sides were alike (Fisher's exact test, one-sided).</li>

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lmcache_mp_safe.compat.block_size import ResolvedBlockSize
+from lmcache_mp_safe.compat.block_size import StepBlockSize
 from lmcache_mp_safe.testing.engine import Answer, Engine, EngineSpec
 from lmcache_mp_safe.testing.engine_worker import EngineProcess
 from lmcache_mp_safe.testing.oracle import Runner, Tokens, compare, words
@@ -67,7 +67,7 @@ def test_block_size_that_is_not_kept_makes_hits_of_every_kind_wrong(
     make_spec: MakeSpec, salt: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kept:
-        monkeypatch.setattr(ResolvedBlockSize, "keep", lambda self: None)
+        monkeypatch.setattr(StepBlockSize, "keep", lambda self: None)
     with Engine(make_spec(max_num_batched_tokens=STEP_TOKENS)) as engine:
         engine.vllm_config.__post_init__()  # as `EngineCoreProc._perform_handshakes` does once the engine is made
         assert engine.vllm_config.cache_config.block_size == VLLM_DEFAULT
