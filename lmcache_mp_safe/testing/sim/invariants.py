@@ -137,10 +137,11 @@ class Watermarks:
 
 
 def dead_end(engine: Engine, half: SchedulerHalf | None, jobs: Jobs) -> list[str]:
-    """Requests that have loaded their hits and keep each other's last blocks, while nothing of ours is under way.
+    """Requests whose loads have ended and that keep each other's last blocks, while nothing of ours is under way.
 
     Before it admits a load, vLLM sets blocks aside for what the requests before it have still to compute, but none for
-    their windows; afterwards it wants them at once, and a request that waits is never preempted.
+    their windows. Afterwards it wants them at once, for a load that failed as well; it looks at no request behind one
+    that it cannot admit, and never preempts one that waits.
     """
     scheduler = engine.scheduler
     if (
@@ -151,7 +152,7 @@ def dead_end(engine: Engine, half: SchedulerHalf | None, jobs: Jobs) -> list[str
         or "window" not in groups_of(engine.settings)
     ):
         return []
-    loaded = [name for name, request in scheduler.requests.items() if request.num_computed_tokens]
+    loaded = [request.request_id for request in scheduler.kv_holding_waiting]
     return loaded if len(loaded) > 1 else []
 
 
