@@ -56,7 +56,6 @@ _ORPHAN_S = 60.0
 _FIRST_BACKOFF_S = 0.5
 _SUFFIX_INTS = 2
 
-_AWAITED = (Kind.LOOKUP, Kind.RETRIEVE)
 _TIMES = {kind: CallTime[kind.name] for kind in Kind}
 _FAILURES = {kind: Failure[kind.name] for kind in FailureKind}
 
@@ -138,12 +137,6 @@ class Wire:
         return self._link is not None and any(not call.told for call in self._link.open.values())
 
     @property
-    def _awaited(self) -> bool:
-        """Whether a request waits for an answer."""
-        calls = () if self._link is None else self._link.open.values()
-        return any(call.kind in _AWAITED and not call.told for call in calls)
-
-    @property
     def owes(self) -> bool:
         """Whether something is not ended yet: late answers may tell what to give back, and a server that only stands
         still may be back in time for it."""
@@ -185,7 +178,7 @@ class Wire:
                 self._lose(f"{link.late} calls are unanswered", now)
             if self._link is link and self._closing:
                 self._settle_closing(link, now)
-        self._turns.want(self._awaited)
+        self._turns.want(self.unsettled)
         events, self._events = self._events, []
         return events
 
@@ -546,8 +539,7 @@ class Wire:
         deadline = now + (self._config.call_timeout_s if timeout_s is None else timeout_s)
         call = Call(number, kind, session.number, future, deadline, start, end, key, sent=now)
         link.open[number] = call
-        if kind in _AWAITED:
-            self._turns.want(True)
+        self._turns.want(True)
         session.used = True
         session.running.add(number)
         return call
