@@ -23,6 +23,8 @@ from lmcache_mp_safe.testing.models import VOCABULARY, WORD, successor
 
 Tokens = tuple[int, ...]
 
+_DRAIN_S = 60.0
+
 
 class Runner(Protocol):
     """What the oracle asks of an engine: `Engine` and `EngineProcess` both."""
@@ -32,6 +34,8 @@ class Runner(Protocol):
     ) -> list[Answer]: ...
 
     def reset_prefix_cache(self) -> None: ...
+
+    def drain(self, deadline_s: float) -> None: ...
 
 
 # --- comparing ---------------------------------------------------------------------
@@ -210,5 +214,6 @@ def _check(runner: Runner, turns: Sequence[Turn], salt: str, progress: Progress 
 def _replay(runner: Runner, turns: Sequence[Turn], salt: str, reset: bool) -> Iterator[tuple[Turn, Answer]]:
     for turn in turns:
         if reset:
+            runner.drain(_DRAIN_S)  # a lookup does not wait for the commits before it
             runner.reset_prefix_cache()
         yield turn, runner.generate([turn.prompt], len(turn.reference.token_ids), salts=[salt])[0]

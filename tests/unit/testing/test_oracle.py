@@ -64,10 +64,11 @@ def test_a_prompt_is_everything_said_before_and_the_next_text() -> None:
 
 
 class PretendEngine:
-    """Answers with the last token of the prompt, and finds what was asked before under the same salt."""
+    """Answers with the last token of the prompt, and finds what was asked before under the same salt, once drained."""
 
     def __init__(self, spoil: bool = False) -> None:
         self.spoil, self.known, self.resets = spoil, set[tuple[str, tuple[int, ...]]](), 0
+        self.being_stored = set[tuple[str, tuple[int, ...]]]()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, *, salts: Sequence[str | None] | None = None
@@ -76,12 +77,15 @@ class PretendEngine:
         (prompt,), (salt,) = prompts, salts
         key = (str(salt), tuple(prompt[:700]))
         hit = 640 if key in self.known else 0
-        self.known.add(key)
+        self.being_stored.add(key)
         token = prompt[-1] + (self.spoil and hit > 0)
         return [Answer("r", (token,) * max_tokens, (-1.0,) * max_tokens, len(prompt), hit, hit)]
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
+
+    def drain(self, deadline_s: float) -> None:
+        self.known |= self.being_stored
 
 
 def test_external_hits_are_checked_against_the_recomputation() -> None:
@@ -101,5 +105,6 @@ def test_a_wrong_external_hit_is_a_divergence() -> None:
 def test_a_reference_that_came_from_a_cache_is_refused() -> None:
     engine = PretendEngine()
     recompute(engine, sessions(seed=5), max_tokens=2)
+    engine.drain(1)
     with pytest.raises(ValueError, match="has been used before"):
         recompute(engine, sessions(seed=5), max_tokens=2)
