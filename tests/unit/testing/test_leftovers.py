@@ -7,6 +7,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +74,10 @@ def test_leak_of_a_process_is_named_and_its_end_seen(leak: str) -> None:
     make, name = PROCESS_LEAKS[leak]
     before = process_inventory()
     with make():
-        assert (process_inventory() - before)[name] == 1
+        end = time.monotonic() + 5  # a thread gives itself its name once it runs
+        while (process_inventory() - before)[name] != 1:
+            assert time.monotonic() < end, process_inventory() - before
+            time.sleep(0.01)
     assert settled(process_inventory, before, 5.0) == {}
 
 
