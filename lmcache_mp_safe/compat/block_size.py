@@ -8,7 +8,7 @@ Two ways lead there:
 
 * The engine core's own process runs the configuration's `__post_init__` again once its scheduler is made
   (`EngineCoreProc._perform_handshakes`), and vLLM's CPU platform then puts its default of 128 tokens back unless the
-  user gave a block size. Seen on vLLM 0.27.1 and 0.32.0.
+  user gave a block size. Seen on vLLM 0.32.0; 0.27.1 has the same lines.
 * The engine core sets it to the smallest block of all groups, so a drafter's group with short blocks shortens it
   (vLLM issue 53142; read, not run).
 """

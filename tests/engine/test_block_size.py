@@ -17,7 +17,7 @@ from lmcache_mp_safe.testing.engine import Answer, Engine, EngineSpec
 from lmcache_mp_safe.testing.engine_worker import EngineProcess
 from lmcache_mp_safe.testing.oracle import Runner, Tokens, compare, words
 
-pytestmark = [pytest.mark.engine, pytest.mark.old_vllm]
+pytestmark = pytest.mark.engine
 
 MakeSpec = Callable[..., EngineSpec]
 
