@@ -33,6 +33,9 @@ from lmcache_mp_safe.testing.models import ModelKind, write_model
 
 Speculation: TypeAlias = Literal["none", "ngram", "mtp"]
 
+# An idle machine needs a second; where ranks in processes of their own spin for few processors it takes long.
+DRAIN_DEADLINE_S = 60.0
+
 # What makes vLLM's CPU build start quickly, offline and quietly. A value that is set already is kept.
 ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
@@ -260,14 +263,14 @@ class Engine:
 
     # --- state between requests ----------------------------------------------------
 
-    def reset_prefix_cache(self, deadline_s: float = 10.0) -> None:
+    def reset_prefix_cache(self, deadline_s: float = DRAIN_DEADLINE_S) -> None:
         """Empty vLLM's prefix cache, so that the next hit is external. Steps the engine while blocks are held."""
         for _ in _until(deadline_s, lambda: f"reset_prefix_cache is still refused: {self._held_words()}"):
             if self._llm.reset_prefix_cache():
                 return
             self._idle_step()
 
-    def drain(self, deadline_s: float = 10.0) -> None:
+    def drain(self, deadline_s: float = DRAIN_DEADLINE_S) -> None:
         """Step until no request and no work of the connector is left."""
         for _ in _until(deadline_s, lambda: f"the connector still has work: {self._held_words()}"):
             if not self.scheduler.has_requests():

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, BinaryIO, TypeVar, cast
 
-from lmcache_mp_safe.testing.engine import Answer, Engine, EngineSpec, EngineStuckError
+from lmcache_mp_safe.testing.engine import DRAIN_DEADLINE_S, Answer, Engine, EngineSpec, EngineStuckError
 
 T = TypeVar("T")
 
@@ -114,10 +114,10 @@ class EngineProcess:
         self._send("generate", (list(prompts), max_tokens), options)
         return self.finish(deadline_s + 5)
 
-    def reset_prefix_cache(self, deadline_s: float = 10.0) -> None:
+    def reset_prefix_cache(self, deadline_s: float = DRAIN_DEADLINE_S) -> None:
         self._call("reset_prefix_cache", deadline_s, deadline_s=deadline_s + 5)
 
-    def drain(self, deadline_s: float = 10.0) -> None:
+    def drain(self, deadline_s: float = DRAIN_DEADLINE_S) -> None:
         self._call("drain", deadline_s, deadline_s=deadline_s + 5)
 
     def held_blocks(self) -> int:

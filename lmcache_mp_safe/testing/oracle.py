@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lmcache_mp_safe.testing.engine import Answer
+from lmcache_mp_safe.testing.engine import DRAIN_DEADLINE_S, Answer
 from lmcache_mp_safe.testing.models import VOCABULARY, WORD, successor
 
 Tokens = tuple[int, ...]
-
-_DRAIN_S = 60.0
 
 
 class Runner(Protocol):
@@ -214,6 +212,6 @@ def _check(runner: Runner, turns: Sequence[Turn], salt: str, progress: Progress 
 def _replay(runner: Runner, turns: Sequence[Turn], salt: str, reset: bool) -> Iterator[tuple[Turn, Answer]]:
     for turn in turns:
         if reset:
-            runner.drain(_DRAIN_S)  # a lookup does not wait for the commits before it
+            runner.drain(DRAIN_DEADLINE_S)  # a lookup does not wait for the commits before it
             runner.reset_prefix_cache()
         yield turn, runner.generate([turn.prompt], len(turn.reference.token_ids), salts=[salt])[0]
