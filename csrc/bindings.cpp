@@ -32,11 +32,6 @@ int guarded(Body body) noexcept {
     }
 }
 
-template <typename T>
-T* pointer(uint64_t address) {
-    return reinterpret_cast<T*>(address);
-}
-
 }  // namespace
 
 EXPORT const char* lmcache_mp_safe_last_error() { return last_error.c_str(); }

@@ -6,11 +6,6 @@
 
 namespace {
 
-template <typename T>
-T* pointer(uint64_t address) {
-    return reinterpret_cast<T*>(address);
-}
-
 void copy(const uint64_t (*rows)[3], int64_t count, cudaStream_t stream, bool force_loop) {
     plan::Copies copies = plan::split(rows, count);
     submit_copies(copies, stream, force_loop);

@@ -15,4 +15,10 @@ enum class Command : uint64_t {
     digest,  // table, its rows, bytes of the payload, where the digests go
 };
 
+// Addresses come as numbers.
+template <typename T>
+T* pointer(uint64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
 void submit_command(const uint64_t row[kCommandWords], bool force_loop);
