@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from lmcache_mp_safe.testing.conformance.behaviours import Flavour, behaviour
 from lmcache_mp_safe.testing.conformance.bench import BIG, SMALL, Bench
@@ -106,6 +107,15 @@ def a_free_without_a_lookup_releases_nothing(bench: Bench) -> None:
     assert bench.locks(sequence) == 1
 
 
+def running_lookup(bench: Bench) -> tuple[list[int], Any]:
+    """An object that is not in memory, and the key by which it is being looked up."""
+    sequence = stored(bench, 1)
+    bench.subject.forget_memory()
+    key = bench.key(sequence)
+    bench.answer(bench.client.lookup(key, 1))
+    return sequence, key
+
+
 @behaviour()
 def a_free_before_the_status_was_asked_for_releases_a_lookup_that_has_ended(bench: Bench) -> None:
     sequence = stored(bench)
@@ -118,10 +128,7 @@ def a_free_before_the_status_was_asked_for_releases_a_lookup_that_has_ended(benc
 
 @behaviour(Flavour.SLOW)
 def a_free_while_the_lookup_runs_does_nothing(bench: Bench) -> None:
-    sequence = stored(bench, 1)
-    bench.subject.forget_memory()
-    key = bench.key(sequence)
-    bench.answer(bench.client.lookup(key, 1))
+    sequence, key = running_lookup(bench)
     assert bench.answer(bench.client.query_prefetch_status(key.request_id)) is None, "it runs"
     bench.free(key)
     assert bench.status(key.request_id) == 1
@@ -130,11 +137,8 @@ def a_free_while_the_lookup_runs_does_nothing(bench: Bench) -> None:
 
 @behaviour(Flavour.SLOW)
 def a_lookup_stays_open_until_it_is_asked_about_after_its_end(bench: Bench) -> None:
-    sequence = stored(bench, 1)
-    bench.subject.forget_memory()
-    key = bench.key(sequence)
     before = bench.subject.open_lookups()
-    bench.answer(bench.client.lookup(key, 1))
+    _, key = running_lookup(bench)
     assert bench.answer(bench.client.query_prefetch_status(key.request_id)) is None, "it runs"
     bench.wait(_LOOKUP_IS_OVER_S)
     assert bench.subject.open_lookups() == before + 1
@@ -144,10 +148,7 @@ def a_lookup_stays_open_until_it_is_asked_about_after_its_end(bench: Bench) -> N
 
 @behaviour(Flavour.SLOW)
 def a_wait_for_a_lookup_is_answered_at_its_end_but_not_later_than_it_says(bench: Bench) -> None:
-    sequence = stored(bench, 1)
-    bench.subject.forget_memory()
-    key = bench.key(sequence)
-    bench.answer(bench.client.lookup(key, 1))
+    _, key = running_lookup(bench)
     assert bench.answer(bench.client.wait_prefetch_status(key.request_id, 0.01)) is None, "it runs"
     assert bench.answer(bench.client.wait_prefetch_status(key.request_id, _LOOKUP_IS_OVER_S)) == 1
 
