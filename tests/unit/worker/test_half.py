@@ -451,16 +451,13 @@ def test_compute_waits_for_a_job_of_the_same_plan_too(segment: PoolSegment) -> N
 
 
 class FailingBackend(LateBackend):
-    """Fails at one of its methods, the `after`-th time it is asked."""
+    """Fails at one of its methods."""
 
-    def __init__(self, method: str, after: int = 1) -> None:
+    def __init__(self, method: str) -> None:
         super().__init__()
-        real, calls = getattr(self, method), itertools.count(1)
 
         def failing(*args: Any, **options: Any) -> Any:
-            if next(calls) == after:
-                raise RuntimeError(f"{method} failed")
-            return real(*args, **options)
+            raise RuntimeError(f"{method} failed")
 
         setattr(self, method, failing)
 
