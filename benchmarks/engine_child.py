@@ -26,7 +26,6 @@ _SETTINGS = {
     "LMCACHE_DISABLE_BANNER": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
-_DECODERS = 8
 
 
 def first_choice_only() -> None:
@@ -49,6 +48,7 @@ class Engine:
         self._llm: Any = LLM(**{name: value for name, value in options.items() if value is not None})
         self._engine = self._llm.llm_engine
         self._numbers = 0
+        self._lengths: dict[str, int] = {}
 
     def about(self) -> dict[str, Any]:
         cache = self._engine.vllm_config.cache_config
@@ -79,38 +79,39 @@ class Engine:
             time.sleep(0.002)
         return {"seconds": time.perf_counter() - begin}
 
-    def decode(self, seed: int, tokens: int, every: int, prefill_tokens: int) -> dict[str, Any]:
-        """Output tokens a second of a running batch, while a new prompt arrives every so many steps."""
-        running = {self._add(_prompt(seed + i, 64), tokens) for i in range(_DECODERS)}
-        started: set[str] = set()
-        while started < running:
-            started |= {output.request_id for output in self._engine.step() if output.outputs[0].token_ids}
-        lengths = dict.fromkeys(running, 0)
+    def start_decoding(self, seed: int, requests: int, tokens: int) -> dict[str, Any]:
+        """Start requests that go on for so many tokens; `decode` counts theirs."""
+        running = {self._add(_prompt(seed + i, 64), tokens) for i in range(requests)}
+        self._lengths = dict.fromkeys(running, 0)
+        while not all(self._lengths.values()):
+            self._step()
+        return {}
+
+    def decode(self, seed: int, cycles: int, every: int, prefill_tokens: int) -> dict[str, Any]:
+        """Output tokens a second of them, while a cycle of so many steps begins with a new prompt."""
+        before = sum(self._lengths.values())
         steps: list[float] = []
-        begin = before = time.perf_counter()
-        first: int | None = None
-        while running:
-            if len(steps) % every == 0:
-                self._add(_prompt(seed + 1000 + len(steps), prefill_tokens), 1)
-            for output in self._engine.step():
-                if output.request_id in lengths:
-                    lengths[output.request_id] = len(output.outputs[0].token_ids)
-                    if output.finished:
-                        running.discard(output.request_id)
-            now = time.perf_counter()
-            steps.append(now - before)
-            before = now
-            if first is None and all(lengths.values()):  # what was made before the clock started does not count
-                first, begin, steps = sum(lengths.values()), now, []
-        seconds = time.perf_counter() - begin
-        made = sum(lengths.values()) - (first or 0)
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
+        for number in range(cycles * every):
+            begin = time.perf_counter()
+            if number % every == 0:
+                self._add(_prompt(seed + number, prefill_tokens), 1)
+            self._step()
+            steps.append(time.perf_counter() - begin)
         return {
-            "tokens_per_s": made / seconds,
-            "steps": len(steps),
+            "tokens_per_s": (sum(self._lengths.values()) - before) / sum(steps),
             "median_step_ms": sorted(steps)[len(steps) // 2] * 1e3,
         }
+
+    def stop_decoding(self) -> dict[str, Any]:
+        self._engine.abort_request(list(self._lengths))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        return {}
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.request_id in self._lengths:
+                self._lengths[output.request_id] = len(output.outputs[0].token_ids)
 
     def _add(self, prompt: list[int], tokens: int) -> str:
         from vllm import SamplingParams

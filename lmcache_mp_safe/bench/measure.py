@@ -62,11 +62,16 @@ def paired(alone: Callable[[], float], loaded: Callable[[], float], quadruples: 
 
 
 def summary(without: Sequence[float], added: Sequence[float]) -> Paired:
-    middle = statistics.median(added)
-    deviation = 1.4826 * statistics.median(abs(one - middle) for one in added)  # as of a normal distribution
     base = statistics.median(without)
     spread = statistics.stdev(without) / base if len(without) > 1 else 0.0
-    return Paired(base, middle, 1.2533 * deviation / len(added) ** 0.5, spread)
+    return Paired(base, *median_and_noise(added), spread)
+
+
+def median_and_noise(values: Sequence[float]) -> tuple[float, float]:
+    """The median and its standard error, the latter as of a normal distribution with this median deviation."""
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(one - middle) for one in values)
+    return middle, 1.2533 * deviation / len(values) ** 0.5
 
 
 @dataclass
