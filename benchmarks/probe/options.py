@@ -80,6 +80,8 @@ class Options:
 
     def set_environment(self) -> None:
         """Before torch and vLLM are imported."""
+        if self.device == "cuda":  # its default: where numba was imported before this line, another number is refused
+            os.environ.setdefault("NUMBA_NUM_THREADS", str(len(os.sched_getaffinity(0))))
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         os.environ["TORCHDYNAMO_DISABLE"] = "0" if self.graphs else "1"

@@ -279,7 +279,7 @@ class Probe:
 
     def _our_counters(self) -> Counter[str]:
         """Those of the scheduler half, since the engine started."""
-        return self.engine.connector.scheduler_half.counters.copy() if self.options.connector == "safe" else Counter()
+        return Counter(self.engine.connector.scheduler_half.counters if self.options.connector == "safe" else ())
 
     def left(self) -> _Found:
         """What is still held when everything is over: it must be nothing."""

@@ -43,7 +43,8 @@ class Copier:
     """Copies for one rank; see `WorkerHalf` for the arguments.
 
     Attributes:
-        settled: jobs of which nothing is under way any more, with their reports; for the other thread to take out.
+        settled: jobs of which nothing is under way any more, with their reports and the bytes of pages that were copied
+            well; for the other thread to take out.
     """
 
     def __init__(self, rank: int, pages: PageLayout, backend: Backend, integrity: Integrity) -> None:
@@ -54,7 +55,7 @@ class Copier:
         self._integrity = integrity
         self._nonce = secrets.token_bytes(16)
         self._under_way: list[Running] = []
-        self.settled: deque[tuple[Running, JobReport]] = deque()
+        self.settled: deque[tuple[Running, JobReport, int]] = deque()
 
     def submit(self, jobs: Sequence[Running], fence: Fence | None) -> None:
         """Queue the copies of jobs that have not been given up meanwhile."""
@@ -81,7 +82,7 @@ class Copier:
             if way not in waiting and _is_over(running):
                 report = self._report(running)
                 running.copy = None  # here: giving events and page-locked memory back asks the driver
-                self.settled.append((running, report))
+                self.settled.append((running, report, self._copied_bytes(running.job, report)))
             else:
                 waiting.add(way)
                 left.append(running)
@@ -219,6 +220,17 @@ class Copier:
         else:
             outcome, why = JobOutcome.DONE, ""
         return JobReport(job.job_id, self._rank, outcome, why, bad)
+
+    def _copied_bytes(self, job: StoreJob | LoadJob, report: JobReport) -> int:
+        if report.outcome is not JobOutcome.DONE:
+            return 0
+        pages = self._pages.group_page_bytes
+        objects = (job.object,) if isinstance(job, StoreJob) else job.objects
+        return sum(
+            (len(ids) - ids.count(SKIP)) * page
+            for copy in objects
+            for ids, page in zip(copy.blocks, pages, strict=True)
+        )
 
     def _seal(self, stored: ObjectCopy, copy: Copy, pool: MappedPool) -> None:
         """The payload is in the slots: vouch for it. No seal is written unless all can be."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from threading import Lock
 
 from lmcache_mp_safe.contract import (
-    SKIP,
     Integrity,
     JobOutcome,
     JobReport,
@@ -42,6 +41,7 @@ logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
 _ENDS = {outcome: CopyEnd[outcome.name] for outcome in JobOutcome}
 
 _JOBS_AT_ONCE = 8  # what a load, or the seal of an earlier store, may have to wait for
+_ENDS_AT_ONCE = 16  # taken over by one call, three times a step: each takes 3 us of the engine's time
 
 
 @dataclass(frozen=True)
@@ -210,28 +210,19 @@ class WorkerHalf:
             self._queue.submit(self._submit, jobs[_JOBS_AT_ONCE:], fence, urgent, urgent=urgent)
 
     def _advance(self) -> None:
-        """Take over what has ended. Never raises."""
+        """Take over what has ended, or some of it. Never raises."""
         self._queue.hook()
-        settled = self._copier.settled
-        while settled:
-            running, report = settled.popleft()
+        settled, now = self._copier.settled, self._clock()
+        for _ in range(min(len(settled), _ENDS_AT_ONCE)):
+            running, report, copied_bytes = settled.popleft()
             del self._running[running.job.job_id]
-            self._note_time(running.job, report, running.started)
+            stores = isinstance(running.job, StoreJob)
+            self._tally.observe(CopyTime.STORE if stores else CopyTime.LOAD, now - running.started)
+            if copied_bytes:
+                self._tally.add(CopiedBytes.STORE if stores else CopiedBytes.LOAD, copied_bytes)
             self._end(running.job, report)
         if self._old_pools:
             self._drop_old_pools()
-
-    def _note_time(self, job: StoreJob | LoadJob, report: JobReport, started: float) -> None:
-        stores = isinstance(job, StoreJob)
-        self._tally.observe(CopyTime.STORE if stores else CopyTime.LOAD, self._clock() - started)
-        if report.outcome is JobOutcome.DONE:
-            objects = (job.object,) if isinstance(job, StoreJob) else job.objects
-            copied = sum(self._copied_bytes(copy.blocks) for copy in objects)
-            self._tally.add(CopiedBytes.STORE if stores else CopiedBytes.LOAD, copied)
-
-    def _copied_bytes(self, blocks: Sequence[Sequence[int]]) -> int:
-        pages = self._pages.group_page_bytes
-        return sum((len(ids) - ids.count(SKIP)) * page for ids, page in zip(blocks, pages, strict=True))
 
     def _end(self, job: StoreJob | LoadJob, report: JobReport) -> None:
         self._tally.add(_ENDS[report.outcome])

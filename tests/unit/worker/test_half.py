@@ -447,6 +447,23 @@ def test_compute_waits_for_a_job_of_the_same_plan_too(segment: PoolSegment) -> N
     assert backend.log == ["fence", "out", "hold"]
 
 
+def test_many_copies_that_end_at_once_are_taken_over_by_several_hooks(segment: PoolSegment) -> None:
+    """Each costs the engine's thread a few microseconds, and there may be hundreds."""
+    backend = LateBackend()
+    rank = Rank(backend=backend)
+    object_ = ObjectCopy(DIGEST, CHUNK, (0,))
+    jobs = tuple(StoreJob(JobId(number), ServerEpoch(1), object_) for number in range(100))
+    rank.half.begin_step(StepPlan(1, segment, stores=jobs))
+    backend.finish(1)
+    reported: list[int] = []
+    while not rank.half.idle:
+        report = rank.half.take_report()
+        assert report is not None
+        assert len(report.jobs) <= 16
+        reported += [job.job_id for job in report.jobs]
+    assert reported == list(range(100))
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
