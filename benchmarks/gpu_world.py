@@ -31,7 +31,7 @@ from lmcache_mp_safe.ops.streamed import StreamedBackend
 from lmcache_mp_safe.ops.submission import Store
 from lmcache_mp_safe.testing.pools import pool_file, simple_pages
 from lmcache_mp_safe.worker.copy_thread import CopyThread
-from lmcache_mp_safe.worker.half import WorkerHalf
+from lmcache_mp_safe.worker.half import JOBS_AT_ONCE, WorkerHalf
 from lmcache_mp_safe.worker.pool import MappedPool
 
 DIRECT_ALWAYS, DIRECT_NEVER = 1, 1 << 40
@@ -152,20 +152,27 @@ class Copies:
 
     def submit(self, way: str, *, checked: bool, fence: Fence | None = None) -> Completion:
         """Queue the copy of the next object; `way` is store or load."""
-        index, self._turn = self._turn % len(self.slots), self._turn + 1
-        after = fence if fence is not None else self.backend.record_fence()
-        slot = self.slots[index]
+        return self._submit(way, 1, checked=checked, fence=fence if fence is not None else self.backend.record_fence())
+
+    def _submit(self, way: str, count: int, *, checked: bool, fence: Fence) -> Completion:
+        indices = [(self._turn + n) % len(self.slots) for n in range(count)]
+        self._turn += count
+        slots = [self.slots[index] for index in indices]
+        payload = Spans.joined([((self._targets if way == "load" else self._sources)[index], 1) for index in indices])
         if way == "load":
-            return self.backend.copy_in(self._targets[index], [slot], after, checked=checked)
+            return self.backend.copy_in(payload, slots, fence, checked=checked)
         if checked:
-            return self.backend.copy_out(self._sources[index], [slot], after)
+            return self.backend.copy_out(payload, slots, fence)
         # Stores are always sealed with a checksum; this is what they would cost without.
-        return self.backend._copy(Store, self.backend._out, self._sources[index], [slot], after, checked=False)
+        return self.backend._copy(Store, self.backend._out, payload, slots, fence, checked=False)
 
     def copy(self, way: str, count: int, *, checked: bool) -> None:
-        """Copy that many objects, and wait until they are over."""
+        """Copy that many objects, as many at once as a plan's are, and wait until they are over."""
         fence = self.backend.record_fence()
-        begun = [self.submit(way, checked=checked, fence=fence) for _ in range(count)]
+        begun = [
+            self._submit(way, min(JOBS_AT_ONCE, count - first), checked=checked, fence=fence)
+            for first in range(0, count, JOBS_AT_ONCE)
+        ]
         self.backend.drain()
         for completion in begun:
             assert completion.done()

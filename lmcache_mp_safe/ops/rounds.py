@@ -1,21 +1,22 @@
-"""How one piece of a payload is copied: which runs go straight, which by the staging buffer, and in which rounds.
+"""How a payload is copied: which runs go straight, which by the staging buffer, and in which rounds.
 
 The copy engine moves long runs at the speed of the bus and starves on short ones. So runs that are shorter than
 `direct_bytes` are gathered by a kernel into a staging buffer in device memory, where neighbours become one long run:
 
-    payload     [ long ][ s1 ][ s2 ][ s3 ][ long ][ s4 ][ s5 ]
+    piece       [ long ][ s1 ][ s2 ][ s3 ][ long ][ s4 ][ s5 ]
     straight      page                      page
     staged               [ s1 | s2 | s3 ]           [ s4 | s5 ]     one copy each between staging buffer and slot
 
-A *round* is what fits into one of two staging buffers, so that one is gathered while the other is copied. Rounds end at
-tile boundaries, so that each can take the checksums of its own tiles.
+A *round* is what fits into one of two staging buffers, so that one is gathered while the other is copied. It is part of
+one piece and ends at a tile boundary of it, so that each can take the checksums of its own tiles.
 
 This runs on the copy thread, beside the thread that runs the model and under the same interpreter lock: few calls, each
-over all runs.
+over the runs of all rounds.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from lmcache_mp_safe.geometry.checksum import TILE_BYTES
 from lmcache_mp_safe.ops.device import Words
 
 Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -47,30 +49,36 @@ class Limits:
 
 @dataclass(frozen=True)
 class Runs:
-    """A piece's payload in order; arrays of shape (n,).
+    """A payload in order; arrays of shape (n,).
 
     Attributes:
+        piece: the piece that a run is part of; never less than that of the run before.
         address: device address of a run, 0 for one that is not wanted.
-        length: bytes.
+        length: bytes, at least 1.
     """
 
+    piece: Integers
     address: Integers
     length: Integers
 
+    def __getitem__(self, part: slice) -> Runs:
+        return Runs(self.piece[part], self.address[part], self.length[part])
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Round:
-    """The payload's bytes [begin, end).
+    """The bytes [begin, end) of one piece.
 
     Attributes:
         buffer: the staging buffer that it uses, 0 or 1; None if none.
         moves: shape (n, 3): page address, staging address, bytes.
-        copies: shape (n, 3): device address, position behind `begin` in the slot, bytes. In the order of the payload.
+        copies: shape (n, 3): device address, position in the slots (see `rounds`), bytes. In the order of the payload.
         pages: shape (n, 2): position behind `begin`, device address of the page, or the staging address of what is not
             wanted.
         staged: the same, with the staging address of everything that is staged.
     """
 
+    piece: int
     begin: int
     end: int
     buffer: int | None
@@ -80,80 +88,175 @@ class Round:
     staged: Words
 
 
-def rounds(runs: Runs, buffers: tuple[int, int], limits: Limits, turn: int = 0) -> Iterator[Round]:
-    """The rounds of one piece, in order; `buffers` are the addresses of the staging buffers, which take turns, that of
-    `turn` first."""
-    end = np.cumsum(runs.length)
-    total = int(end[-1]) if len(end) else 0
-    start = end - runs.length
+def rounds(runs: Runs, slots: Integers, buffers: tuple[int, int], limits: Limits) -> list[Round]:
+    """The rounds of a payload, in order.
+
+    Args:
+        slots: where each piece lies: what is added to positions within the piece.
+        buffers: addresses of the staging buffers, which take turns.
+    """
+    if not len(runs.length):
+        return []
+    stop = np.cumsum(runs.length)
+    start = stop - runs.length
+    first_runs = np.flatnonzero(np.concatenate([[True], runs.piece[1:] != runs.piece[:-1]]))
+    pieces = _Pieces(runs.piece[first_runs].tolist(), [*start[first_runs].tolist(), int(stop[-1])])
     staged = _staged(runs, limits.direct_bytes)
-    staged_before = np.concatenate([[0], np.cumsum(np.where(staged, runs.length, 0))])
-    begin = 0
-    while begin < total:
-        limit = _round_end(begin, total, start, staged, staged_before, limits)
-        made = _round(begin, limit, runs.address, start, end, staged, buffers[turn], turn)
-        yield made
-        begin, turn = limit, turn if made.buffer is None else 1 - turn
+    bounds = list(_bounds(pieces, start, staged, runs.length, limits))
+    begins = np.array([begin for _, begin, _ in bounds])
+    return _Cut.at(begins, runs, start, staged).rounds(pieces, bounds, slots, buffers)
 
 
-def _staged(runs: Runs, direct_bytes: int) -> NDArray[np.bool_]:
+@dataclass(frozen=True)
+class _Pieces:
+    """Those that have runs: their numbers, and where in the payload they begin; and where the payload ends."""
+
+    number: list[int]
+    begin: list[int]
+
+
+def _staged(runs: Runs, direct_bytes: int) -> Flags:
     """Short runs, unless they have no neighbour to be joined with; and what is not wanted, which has no page."""
-    short = (runs.length < direct_bytes) | (runs.address == 0)
-    before, after = np.concatenate([[False], short[:-1]]), np.concatenate([short[1:], [False]])
-    found: NDArray[np.bool_] = (short & (before | after)) | (runs.address == 0)
+    unwanted = runs.address == 0
+    short = (runs.length < direct_bytes) | unwanted
+    joined = short[1:] & short[:-1] & (runs.piece[1:] == runs.piece[:-1])
+    found: Flags = unwanted.copy()
+    found[1:] |= joined
+    found[:-1] |= joined
     return found
 
 
-def _round_end(
-    begin: int, total: int, start: Integers, staged: NDArray[np.bool_], staged_before: Integers, limits: Limits
-) -> int:
-    first = int(np.searchsorted(start, begin, side="right")) - 1
-    ends = [total, begin + limits.payload_bytes]
-    if first + limits.runs < len(start):
-        ends.append(int(start[first + limits.runs]))
-    used = int(staged_before[first]) + (begin - int(start[first]) if staged[first] else 0)
-    budget = used + limits.staging_bytes
-    full = int(np.searchsorted(staged_before, budget, side="right")) - 1  # the run in which the buffer is full
-    if full < len(start):
-        ends.append(int(start[full]) + budget - int(staged_before[full]))
-    end = min(ends)
-    return end if end == total else begin + (end - begin) // TILE_BYTES * TILE_BYTES
+def _bounds(
+    pieces: _Pieces, start: Integers, staged: Flags, length: Integers, limits: Limits
+) -> Iterator[tuple[int, int, int]]:
+    """Index into `pieces`, and where in the payload a round begins and ends."""
+    # One search instead of one a round; lists, as bisect is quicker than a call of numpy for a single number.
+    run_start = start.tolist()
+    staged_before = np.concatenate([[0], np.cumsum(np.where(staged, length, 0))]).tolist()
+    for index, (begin, total) in enumerate(zip(pieces.begin[:-1], pieces.begin[1:], strict=True)):
+        while begin < total:
+            first = bisect_right(run_start, begin) - 1
+            ends = [total, begin + limits.payload_bytes]
+            if first + limits.runs < len(run_start):
+                ends.append(run_start[first + limits.runs])
+            used = staged_before[first] + (begin - run_start[first] if staged[first] else 0)
+            budget = used + limits.staging_bytes
+            full = bisect_right(staged_before, budget) - 1  # the run in which the buffer is full
+            if full < len(run_start):
+                ends.append(run_start[full] + budget - staged_before[full])
+            end = min(ends)
+            if end < total:
+                end = begin + (end - begin) // TILE_BYTES * TILE_BYTES
+            yield index, begin, end
+            begin = end
 
 
-def _round(
-    begin: int,
-    end: int,
-    address: Integers,
-    run_start: Integers,
-    run_end: Integers,
-    staged_runs: NDArray[np.bool_],
-    staging_address: int,
-    turn: int,
-) -> Round:
-    part = slice(int(np.searchsorted(run_end, begin, side="right")), int(np.searchsorted(run_start, end)))
-    start, stop = np.maximum(run_start[part], begin), np.minimum(run_end[part], end)
-    length, staged = stop - start, staged_runs[part]
-    page = address[part] + start - run_start[part]
-    position = start - begin
-    if not staged.any():
-        straight = _table(position, page)
-        return Round(begin, end, None, _NO_MOVES, _table(page, position, length), straight, straight)
-    wanted = address[part] != 0
-    buffered = length * staged
-    staging = staging_address + np.cumsum(buffered) - buffered
-    device = np.where(staged, staging, page)
-    moved = staged & wanted
-    first = np.flatnonzero(~(staged[:-1] & staged[1:])) + 1  # others join their neighbour in buffer and slot
-    first = np.concatenate([[0], first])
-    return Round(
-        begin,
-        end,
-        turn,
-        moves=_table(page[moved], staging[moved], length[moved]),
-        copies=_table(device[first], position[first], np.add.reduceat(length, first)),
-        pages=_table(position, np.where(wanted, page, staging)),
-        staged=_table(position, device),
-    )
+@dataclass(frozen=True)
+class _Cut:
+    """Runs that are each part of one round.
+
+    Attributes:
+        first: of each round, its first run; and the number of runs.
+        round: of each run, its round.
+        start: position in the payload.
+        address: 0 if it is not wanted.
+    """
+
+    begins: Integers
+    first: Integers
+    round: Integers
+    start: Integers
+    length: Integers
+    address: Integers
+    staged: Flags
+
+    @classmethod
+    def at(cls, begins: Integers, runs: Runs, start: Integers, staged: Flags) -> _Cut:
+        length, address = runs.length, runs.address
+        first = np.searchsorted(start, begins)
+        if first[-1] == len(start) or (start[first] != begins).any():
+            cut = np.union1d(start, begins)
+            run = np.searchsorted(start, cut, side="right") - 1
+            wanted = address[run] != 0
+            address = np.where(wanted, address[run] + cut - start[run], 0)
+            length = np.diff(cut, append=start[-1] + length[-1])
+            start, staged = cut, staged[run]
+            first = np.searchsorted(start, begins)
+        counts = np.diff(first, append=len(start))
+        return cls(
+            begins, np.append(first, len(start)), np.arange(len(begins)).repeat(counts), start, length, address, staged
+        )
+
+    def rounds(
+        self, pieces: _Pieces, bounds: list[tuple[int, int, int]], slots: Integers, buffers: tuple[int, int]
+    ) -> list[Round]:
+        position = self.start - self.begins[self.round]
+        to_slot = np.array([slots[pieces.number[index]] - pieces.begin[index] for index, _, _ in bounds])
+        host = self.start + to_slot[self.round]
+        uses = np.logical_or.reduceat(self.staged, self.first[:-1])
+        turns = (np.cumsum(uses) - uses) & 1
+        if uses.any():
+            tables = self._tables(position, host, np.array(buffers)[turns])
+        else:
+            straight = _table(position, self.address)
+            every = self.first.tolist()
+            tables = _Tables(
+                _NO_MOVES, [0] * len(every), _table(self.address, host, self.length), every, straight, straight
+            )
+        return [
+            Round(
+                pieces.number[index],
+                begin - pieces.begin[index],
+                end - pieces.begin[index],
+                turn if used else None,
+                moves=tables.moves[tables.first_move[n] : tables.first_move[n + 1]],
+                copies=tables.copies[tables.first_copy[n] : tables.first_copy[n + 1]],
+                pages=tables.pages[low:high],
+                staged=tables.staged[low:high],
+            )
+            for n, ((index, begin, end), used, turn, low, high) in enumerate(
+                zip(
+                    bounds,
+                    uses.tolist(),
+                    turns.tolist(),
+                    self.first[:-1].tolist(),
+                    self.first[1:].tolist(),
+                    strict=True,
+                )
+            )
+        ]
+
+    def _tables(self, position: Integers, host: Integers, buffer: Integers) -> _Tables:
+        """Tables with moves; `buffer` is the address of each round's staging buffer."""
+        buffered = self.length * self.staged
+        before = np.cumsum(buffered) - buffered
+        staging = before + (buffer - before[self.first[:-1]])[self.round]
+        device = np.where(self.staged, staging, self.address)
+        wanted = self.address != 0
+        moved = np.flatnonzero(self.staged & wanted)
+        joined = self.staged[1:] & self.staged[:-1]  # neighbours in buffer and slot
+        joined[self.first[1:-1] - 1] = False
+        copied = np.concatenate([[0], np.flatnonzero(~joined) + 1])
+        return _Tables(
+            _table(self.address[moved], staging[moved], self.length[moved]),
+            np.searchsorted(moved, self.first).tolist(),
+            _table(device[copied], host[copied], np.add.reduceat(self.length, copied)),
+            np.searchsorted(copied, self.first).tolist(),
+            _table(position, np.where(wanted, self.address, staging)),
+            _table(position, device),
+        )
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """Those of `Round`, of all rounds; `first_`: of each round, its first row; and the number of rows."""
+
+    moves: Words
+    first_move: list[int]
+    copies: Words
+    first_copy: list[int]
+    pages: Words
+    staged: Words
 
 
 def _table(*columns: Integers) -> Words:

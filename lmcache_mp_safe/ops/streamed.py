@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence, SlotMemory
 from lmcache_mp_safe.ops.device import Device, Event, Stream, Words
 from lmcache_mp_safe.ops.host_blocks import HostBlock
 from lmcache_mp_safe.ops.pinning import PinnedMemory
-from lmcache_mp_safe.ops.rounds import Runs, rounds
+from lmcache_mp_safe.ops.rounds import Integers, Runs, rounds
 from lmcache_mp_safe.ops.submission import Lane, Load, Part, Store, Submission
 
 DEFAULT_STAGING_BYTES = 48 << 20
@@ -67,24 +67,11 @@ class StreamCompletion:
     def done(self) -> bool:
         return self.event.done()
 
-    @property
+    @functools.cached_property
     def checksums(self) -> tuple[int, ...]:
         if not self.done():
             raise LocalError("a checksum was asked for before its copy was over")
         return tuple(0 if digests is None else combine(digests) for digests in self._digests)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """One piece of a payload: its runs, its slot, and where its digests go if they are wanted."""
-
-    runs: Runs
-    slot: Bytes
-    digests: Words | None
-
-    @functools.cached_property
-    def address(self) -> int:
-        return int(self.slot.ctypes.data)
 
 
 class StreamedBackend:
@@ -164,42 +151,58 @@ class StreamedBackend:
         assert isinstance(after, StreamFence)
         runs = self._runs(spans, slots)
         submission = kind(self._device, lane, after.event)
-        tiles = [0 if part is None or not checked else tile_count(int(part.length.sum())) for part in runs]
+        sizes = np.bincount(runs.piece, weights=runs.length, minlength=len(slots)).astype(np.int64).tolist()
+        tiles = [tile_count(size) if checked else 0 for size in sizes]
         memory = submission.host_block(sum(tiles)) if checked else None
         digests = _cut(memory, tiles)
-        pieces = [
-            _Piece(part, slot, words)
-            for part, slot, words in zip(runs, slots, digests, strict=True)
-            if part is not None and slot is not None
-        ]
+        address = np.array([0 if slot is None else slot.ctypes.data for slot in slots])
         try:
-            for pinned, group in itertools.groupby(pieces, self._memory_of):
-                self._add(submission, lane, list(group), pinned)
+            for pinned, part in self._by_memory(slots, address, runs):
+                if pinned is not None:
+                    made = rounds(part, address, lane.addresses, lane.limits)
+                    submission.add(Part(one, pinned.cut(one.copies, column=1), digests[one.piece]) for one in made)
+                else:
+                    self._bounced(submission, lane, part, slots, digests)
             return StreamCompletion(submission.finish(), digests, memory)
         except BaseException:
             lane.synchronize()  # what was submitted must not outlive its owners
             raise
 
-    def _add(self, submission: Submission, lane: Lane, pieces: Sequence[_Piece], memory: PinnedMemory | None) -> None:
-        if memory is not None:
-            submission.add(_straight(pieces, lane, memory))
-            return
+    def _by_memory(
+        self, slots: Sequence[Bytes | None], address: Integers, runs: Runs
+    ) -> Iterator[tuple[PinnedMemory | None, Runs]]:
+        """The runs of neighbouring pieces in the same memory; None for those that are not page-locked."""
+        pieces = [(n, self._memory_of(int(address[n]), len(slot))) for n, slot in enumerate(slots) if slot is not None]
+        for memory, group in itertools.groupby(pieces, lambda piece: piece[1]):
+            numbers = [n for n, _ in group]
+            first, end = np.searchsorted(runs.piece, [numbers[0], numbers[-1] + 1])
+            yield memory, runs[first:end]
+
+    def _memory_of(self, address: int, size: int) -> PinnedMemory | None:
+        """The memory that a slot lies in, if all of the slot is page-locked."""
+        memory = next((memory for memory in self._memories if memory.owns(address)), None)
+        return memory if memory is not None and memory.is_pinned(address, size) else None
+
+    def _bounced(
+        self,
+        submission: Submission,
+        lane: Lane,
+        runs: Runs,
+        slots: Sequence[Bytes | None],
+        digests: Sequence[Words | None],
+    ) -> None:
+        """By the page-locked buffer, which each round uses from its beginning."""
         if self._bounce is None:
             self._bounce = self._device.pinned_memory(BOUNCE_BYTES)
         limits = replace(lane.limits, payload_bytes=BOUNCE_BYTES)
-        for piece in pieces:
-            for part in rounds(piece.runs, lane.addresses, limits):
-                copies = _behind(part.copies, self._bounce.ctypes.data)
-                buffer = self._bounce[: part.end - part.begin]
-                submission.bounce(Part(part, copies, piece.digests), piece.slot, buffer)
+        for one in rounds(runs, np.zeros(len(slots), np.int64), lane.addresses, limits):
+            one.copies[:, 1] += np.uint64(self._bounce.ctypes.data - one.begin)
+            slot = slots[one.piece]
+            assert slot is not None
+            submission.bounce(Part(one, one.copies, digests[one.piece]), slot, self._bounce[: one.end - one.begin])
 
-    def _memory_of(self, piece: _Piece) -> PinnedMemory | None:
-        """The memory that a slot lies in, if all of the slot is page-locked."""
-        memory = next((memory for memory in self._memories if memory.owns(piece.address)), None)
-        return memory if memory is not None and memory.is_pinned(piece.address, len(piece.slot)) else None
-
-    def _runs(self, spans: Spans, slots: Sequence[Bytes | None]) -> list[Runs | None]:
-        """The device addresses of the runs of each piece that has a slot.
+    def _runs(self, spans: Spans, slots: Sequence[Bytes | None]) -> Runs:
+        """The runs of the pieces that have a slot, with their device addresses.
 
         Raises:
             LocalError: one lies outside of its buffer or of its slot.
@@ -209,28 +212,12 @@ class StreamedBackend:
         room = np.array([np.iinfo(np.int64).max if slot is None else len(slot) for slot in slots])
         if not inside.all() or (spans.piece_offset + spans.length > room[spans.piece]).any():
             raise LocalError("a span lies outside of its buffer or of its slot")
-        address = np.where(wanted, self._address[spans.buffer] + spans.page_offset, 0)
-        bounds = np.searchsorted(spans.piece, np.arange(len(slots) + 1)).tolist()
-        return [
-            None if slot is None else Runs(address[first:end], spans.length[first:end])
-            for slot, first, end in zip(slots, bounds[:-1], bounds[1:], strict=True)
-        ]
-
-
-def _straight(pieces: Sequence[_Piece], lane: Lane, memory: PinnedMemory) -> Iterator[Part]:
-    """The rounds of slots that the copy engine reaches; the staging buffers take turns over all of them."""
-    turn = 0
-    for piece in pieces:
-        for part in rounds(piece.runs, lane.addresses, lane.limits, turn):
-            copies = memory.cut(_behind(part.copies, piece.address + part.begin), column=1)
-            yield Part(part, copies, piece.digests)
-            turn = turn if part.buffer is None else 1 - part.buffer
-
-
-def _behind(copies: Words, address: int) -> Words:
-    """A round's copies with host addresses in place of positions."""
-    copies[:, 1] += np.uint64(address)
-    return copies
+        runs = Runs(spans.piece, np.where(wanted, self._address[spans.buffer] + spans.page_offset, 0), spans.length)
+        there = np.array([slot is not None for slot in slots])
+        if there.all():
+            return runs
+        there = there[spans.piece]
+        return Runs(runs.piece[there], runs.address[there], runs.length[there])
 
 
 def _cut(memory: HostBlock | None, tiles: Sequence[int]) -> list[Words | None]:

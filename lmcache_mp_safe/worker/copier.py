@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,14 @@ from lmcache_mp_safe.worker.pool import MappedPool
 logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
 
 
+class _Store(NamedTuple):
+    """A store, ready to be queued: this rank's slices, their parts for payload, and the payload."""
+
+    slices: list[Bytes | None]
+    slots: list[Bytes | None]
+    payload: Spans
+
+
 class Copier:
     """Copies for one rank; see `WorkerHalf` for the arguments.
 
@@ -58,16 +67,13 @@ class Copier:
         self.settled: deque[tuple[Running, JobReport, int]] = deque()
 
     def submit(self, jobs: Sequence[Running], fence: Fence | None) -> None:
-        """Queue the copies of jobs that have not been given up meanwhile."""
-        for running in jobs:
-            with running.lock:
-                if running.failure is None:
-                    try:
-                        self._submit(running, fence)
-                    except Exception as error:
-                        fail(running, error)
-                running.submitted = True
-            self._under_way.append(running)
+        """Queue the copies of one plan's stores, or loads, that have not been given up meanwhile."""
+        if isinstance(jobs[0].job, StoreJob):
+            self._submit_stores(jobs, fence)
+        else:
+            for running in jobs:
+                self._submit_load(running, fence)
+        self._under_way += jobs
 
     def settle(self) -> UnderWay:
         """Seal or check, and report, the jobs that have nothing under way any more.
@@ -93,24 +99,55 @@ class Copier:
 
     # --- submitting -------------------------------------------------------------------------------------------------
 
-    def _submit(self, running: Running, fence: Fence | None) -> None:
-        if fence is None:
-            raise LocalError("no fence could be recorded on the compute stream")
-        if isinstance(running.job, StoreJob):
-            self._copy_out(running, running.job.object, fence)
-        else:
-            self._copy_all_in(running, running.job, fence)
+    def _submit_stores(self, jobs: Sequence[Running], fence: Fence | None) -> None:
+        """Of a job that cannot be stored nothing is copied; the others are."""
+        prepared = [(running, self._prepare(running)) for running in jobs if running.failure is None]
+        with jobs[0].lock:  # one for all; not while memory is page-locked, for the engine may wait for it
+            ready = [(running, store) for running, store in prepared if store is not None and running.failure is None]
+            try:
+                if ready:
+                    self._copy_out(ready, fence)
+            except Exception as error:
+                for running, _ in ready:
+                    fail(running, error)
+            for running in jobs:
+                running.submitted = True
 
-    def _copy_out(self, running: Running, copy: ObjectCopy, fence: Fence) -> None:
-        part = self._slice(running.pool)
-        slices = [None if slot == SKIP else self._own_slice(running.pool, part, slot) for slot in copy.slots]
-        self._require_blocks([copy], may_skip=False)
-        payload = self._spans(copy, part)
+    def _prepare(self, running: Running) -> _Store | None:
+        """None, and the job fails, if it cannot be stored."""
+        assert isinstance(running.job, StoreJob)
+        copy, part = running.job.object, self._slice(running.pool)
+        try:
+            slices = [None if slot == SKIP else self._own_slice(running.pool, part, slot) for slot in copy.slots]
+            self._require_blocks([copy], may_skip=False)
+            payload = self._spans(copy, part)
+        except Exception as error:
+            fail(running, error)
+            return None
         for view in slices:
             if view is not None:
                 view[part.capacity :] = _as_bytes(CLEARED)
-        slots = [None if view is None else view[: part.capacity] for view in slices]
-        running.copy = Copy(slices, self._backend.copy_out(payload, slots, fence))
+        return _Store(slices, [None if view is None else view[: part.capacity] for view in slices], payload)
+
+    def _copy_out(self, ready: Sequence[tuple[Running, _Store]], fence: Fence | None) -> None:
+        """All as one payload, for each call into a driver costs a wait for the interpreter. They end together."""
+        payload = Spans.joined([(store.payload, len(store.slots)) for _, store in ready])
+        slots = [slot for _, store in ready for slot in store.slots]
+        completion = self._backend.copy_out(payload, slots, _required(fence))
+        first = 0
+        for running, store in ready:
+            running.copy = Copy(store.slices, completion, first, len(slots))
+            first += len(store.slots)
+
+    def _submit_load(self, running: Running, fence: Fence | None) -> None:
+        assert isinstance(running.job, LoadJob)
+        with running.lock:
+            if running.failure is None:
+                try:
+                    self._copy_all_in(running, running.job, _required(fence))
+                except Exception as error:
+                    fail(running, error)
+            running.submitted = True
 
     def _copy_all_in(self, running: Running, job: LoadJob, fence: Fence) -> None:
         """Check every seal before anything is written, then copy all objects as one payload: each call into a driver
@@ -134,7 +171,8 @@ class Copier:
         payload = Spans.joined([(self._spans(copy, part), len(copy.slots)) for copy in job.objects])
         slots = [view[: part.capacity] for view in slices]
         checked = self._integrity is Integrity.CHECKSUM
-        running.copy = Copy([*slices], self._backend.copy_in(payload, slots, fence, checked=checked), seals)
+        completion = self._backend.copy_in(payload, slots, fence, checked=checked)
+        running.copy = Copy([*slices], completion, 0, len(slots), seals)
 
     def _slice(self, pool: MappedPool) -> Slice:
         return Slice(*pool.segment.slices[self._rank])
@@ -247,7 +285,7 @@ class Copier:
                 checksum=checksum,
                 nonce=self._nonce,
             ).encode()
-            for piece, (_, checksum) in enumerate(zip(copy.slices, copy.completion.checksums, strict=True))
+            for piece, (_, checksum) in enumerate(zip(copy.slices, copy.checksums, strict=True))
         ]
         for view, seal in zip(copy.slices, seals, strict=True):
             if view is not None:
@@ -259,12 +297,18 @@ class Copier:
         Raises:
             Exception: the copy failed.
         """
-        arrived = copy.completion.checksums
+        arrived = copy.checksums
         if self._integrity is not Integrity.CHECKSUM:
             return ()
         right = [checksum == seal.checksum for checksum, seal in zip(arrived, copy.seals, strict=True)]
         object_of = [index for index, loaded in enumerate(job.objects) for _ in loaded.slots]
         return tuple(sorted({index for index, fits in zip(object_of, right, strict=True) if not fits}))
+
+
+def _required(fence: Fence | None) -> Fence:
+    if fence is None:
+        raise LocalError("no fence could be recorded on the compute stream")
+    return fence
 
 
 def fail(running: Running, error: Exception) -> None:

@@ -40,7 +40,7 @@ logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
 
 _ENDS = {outcome: CopyEnd[outcome.name] for outcome in JobOutcome}
 
-_JOBS_AT_ONCE = 8  # what a load, or the seal of an earlier store, may have to wait for
+JOBS_AT_ONCE = 8  # what a load, or the seal of an earlier store, may have to wait for
 _ENDS_AT_ONCE = 16  # taken over by one call, three times a step: each takes 3 us of the engine's time
 
 
@@ -205,9 +205,9 @@ class WorkerHalf:
 
     def _submit(self, jobs: Sequence[Running], fence: Fence | None, urgent: bool) -> None:
         """On the copy thread: a few at once, so that something urgent need not wait for all."""
-        self._copier.submit(jobs[:_JOBS_AT_ONCE], fence)
-        if len(jobs) > _JOBS_AT_ONCE:
-            self._queue.submit(self._submit, jobs[_JOBS_AT_ONCE:], fence, urgent, urgent=urgent)
+        self._copier.submit(jobs[:JOBS_AT_ONCE], fence)
+        if len(jobs) > JOBS_AT_ONCE:
+            self._queue.submit(self._submit, jobs[JOBS_AT_ONCE:], fence, urgent, urgent=urgent)
 
     def _advance(self) -> None:
         """Take over what has ended, or some of it. Never raises."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 from lmcache_mp_safe.contract import LoadJob, StoreJob
+from lmcache_mp_safe.errors import LocalError
 from lmcache_mp_safe.geometry.seal import Seal
 from lmcache_mp_safe.ops.contract import Bytes, Completion
 from lmcache_mp_safe.worker.pool import MappedPool
@@ -26,12 +27,28 @@ class Copy:
 
     Attributes:
         slices: this rank's slice of each piece, object after object; None for a piece that is not stored.
+        completion: of a copy that this one is part of.
+        first: the job's first piece among the `total` ones of the completion.
         seals: those found in the slices, when it is a load.
     """
 
     slices: list[Bytes | None]
     completion: Completion
+    first: int
+    total: int
     seals: list[Seal] = field(default_factory=list)
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        """Of the job's pieces; see `Completion`.
+
+        Raises:
+            LocalError: the completion has not one for each piece.
+        """
+        found = self.completion.checksums
+        if len(found) != self.total:
+            raise LocalError(f"{len(found)} checksums of {self.total} pieces")
+        return found[self.first : self.first + len(self.slices)]
 
 
 @dataclass(eq=False, slots=True)
