@@ -19,6 +19,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "LMCACHE_DISABLE_BANNER": "1",
     "LMCACHE_TRACK_USAGE": "false",
+    "NUMBA_NUM_THREADS": "1",  # before it is imported, as `testing.engine` will set it
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -80,8 +81,6 @@ class Options:
 
     def set_environment(self) -> None:
         """Before torch and vLLM are imported."""
-        if self.device == "cuda":  # its default: where numba was imported before this line, another number is refused
-            os.environ.setdefault("NUMBA_NUM_THREADS", str(len(os.sched_getaffinity(0))))
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         os.environ["TORCHDYNAMO_DISABLE"] = "0" if self.graphs else "1"

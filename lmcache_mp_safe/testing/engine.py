@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -409,6 +410,8 @@ class Engine:
 
 
 def _prepare_environment(spec: EngineSpec) -> None:
+    if (numba := sys.modules.get("numba")) is not None:  # it refuses another number once it has threads
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(numba.config.NUMBA_NUM_THREADS))
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if spec.in_process else "1"
