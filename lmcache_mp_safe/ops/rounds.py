@@ -88,12 +88,23 @@ class Round:
     staged: Words
 
 
-def rounds(runs: Runs, slots: Integers, buffers: tuple[int, int], limits: Limits) -> list[Round]:
+def portions(runs: Runs, size: int) -> Iterator[Runs]:
+    """A payload in portions of whole pieces, of the fewest that have this many bytes: the bus is busy with one while
+    the rounds of the next are computed."""
+    done = np.cumsum(runs.length)
+    begin, copied = 0, 0
+    for end in (np.flatnonzero(np.diff(runs.piece, append=np.iinfo(np.int64).max)) + 1).tolist():
+        if done[end - 1] - copied >= size or end == len(done):
+            yield runs[begin:end]
+            begin, copied = end, int(done[end - 1])
+
+
+def rounds(runs: Runs, slots: Integers, buffers: tuple[int, int], limits: Limits, turn: int = 0) -> list[Round]:
     """The rounds of a payload, in order.
 
     Args:
         slots: where each piece lies: what is added to positions within the piece.
-        buffers: addresses of the staging buffers, which take turns.
+        buffers: addresses of the staging buffers, which take turns, that of `turn` first.
     """
     if not len(runs.length):
         return []
@@ -104,7 +115,7 @@ def rounds(runs: Runs, slots: Integers, buffers: tuple[int, int], limits: Limits
     staged = _staged(runs, limits.direct_bytes)
     bounds = list(_bounds(pieces, start, staged, runs.length, limits))
     begins = np.array([begin for _, begin, _ in bounds])
-    return _Cut.at(begins, runs, start, staged).rounds(pieces, bounds, slots, buffers)
+    return _Cut.at(begins, runs, start, staged).rounds(pieces, bounds, slots, buffers, turn)
 
 
 @dataclass(frozen=True)
@@ -188,13 +199,13 @@ class _Cut:
         )
 
     def rounds(
-        self, pieces: _Pieces, bounds: list[tuple[int, int, int]], slots: Integers, buffers: tuple[int, int]
+        self, pieces: _Pieces, bounds: list[tuple[int, int, int]], slots: Integers, buffers: tuple[int, int], turn: int
     ) -> list[Round]:
         position = self.start - self.begins[self.round]
         to_slot = np.array([slots[pieces.number[index]] - pieces.begin[index] for index, _, _ in bounds])
         host = self.start + to_slot[self.round]
         uses = np.logical_or.reduceat(self.staged, self.first[:-1])
-        turns = (np.cumsum(uses) - uses) & 1
+        turns = (turn + np.cumsum(uses) - uses) & 1
         if uses.any():
             tables = self._tables(position, host, np.array(buffers)[turns])
         else:
@@ -203,28 +214,25 @@ class _Cut:
             tables = _Tables(
                 _NO_MOVES, [0] * len(every), _table(self.address, host, self.length), every, straight, straight
             )
-        return [
-            Round(
-                pieces.number[index],
-                begin - pieces.begin[index],
-                end - pieces.begin[index],
-                turn if used else None,
-                moves=tables.moves[tables.first_move[n] : tables.first_move[n + 1]],
-                copies=tables.copies[tables.first_copy[n] : tables.first_copy[n + 1]],
-                pages=tables.pages[low:high],
-                staged=tables.staged[low:high],
+        first, used, buffer = self.first.tolist(), uses.tolist(), turns.tolist()
+        made: list[Round] = []
+        for n, (index, begin, end) in enumerate(bounds):
+            moves, copies, rows = (
+                slice(starts[n], starts[n + 1]) for starts in (tables.first_move, tables.first_copy, first)
             )
-            for n, ((index, begin, end), used, turn, low, high) in enumerate(
-                zip(
-                    bounds,
-                    uses.tolist(),
-                    turns.tolist(),
-                    self.first[:-1].tolist(),
-                    self.first[1:].tolist(),
-                    strict=True,
+            made.append(
+                Round(
+                    pieces.number[index],
+                    begin - pieces.begin[index],
+                    end - pieces.begin[index],
+                    buffer[n] if used[n] else None,
+                    moves=tables.moves[moves],
+                    copies=tables.copies[copies],
+                    pages=tables.pages[rows],
+                    staged=tables.staged[rows],
                 )
             )
-        ]
+        return made
 
     def _tables(self, position: Integers, host: Integers, buffer: Integers) -> _Tables:
         """Tables with moves; `buffer` is the address of each round's staging buffer."""

@@ -28,7 +28,7 @@ from lmcache_mp_safe.ops.contract import Bytes, Completion, Fence, SlotMemory
 from lmcache_mp_safe.ops.device import Device, Event, Stream, Words
 from lmcache_mp_safe.ops.host_blocks import HostBlock
 from lmcache_mp_safe.ops.pinning import PinnedMemory
-from lmcache_mp_safe.ops.rounds import Integers, Runs, rounds
+from lmcache_mp_safe.ops.rounds import Integers, Runs, portions, rounds
 from lmcache_mp_safe.ops.submission import Lane, Load, Part, Store, Submission
 
 DEFAULT_STAGING_BYTES = 48 << 20
@@ -159,8 +159,7 @@ class StreamedBackend:
         try:
             for pinned, part in self._by_memory(slots, address, runs):
                 if pinned is not None:
-                    made = rounds(part, address, lane.addresses, lane.limits)
-                    submission.add(Part(one, pinned.cut(one.copies, column=1), digests[one.piece]) for one in made)
+                    submission.add(_straight(part, address, lane, pinned, digests))
                 else:
                     self._bounced(submission, lane, part, slots, digests)
             return StreamCompletion(submission.finish(), digests, memory)
@@ -218,6 +217,17 @@ class StreamedBackend:
             return runs
         there = there[spans.piece]
         return Runs(runs.piece[there], runs.address[there], runs.length[there])
+
+
+def _straight(
+    runs: Runs, slots: Integers, lane: Lane, memory: PinnedMemory, digests: Sequence[Words | None]
+) -> Iterator[Part]:
+    """The rounds of slots that the copy engine reaches; the staging buffers take turns over all of them."""
+    turn = 0
+    for portion in portions(runs, lane.group_bytes):
+        for one in rounds(portion, slots, lane.addresses, lane.limits, turn):
+            yield Part(one, memory.cut(one.copies, column=1), digests[one.piece])
+            turn = turn if one.buffer is None else 1 - one.buffer
 
 
 def _cut(memory: HostBlock | None, tiles: Sequence[int]) -> list[Words | None]:

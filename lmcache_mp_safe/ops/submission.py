@@ -50,11 +50,13 @@ class Lane:
     """One direction: its streams, and the device memory that its copies use one after the other.
 
     Attributes:
+        group_bytes: payload that is submitted at once.
         buffer_free: when a staging buffer may be written again.
         handed_over: takes a round from one stream to the other.
     """
 
     def __init__(self, device: Device, buffer_bytes: int, direct_bytes: int) -> None:
+        self.group_bytes = _GROUP_BYTES
         self.limits = Limits(buffer_bytes, _TABLE_RUNS, _ROUND_BYTES, direct_bytes)
         self.copies: Stream = device.side_stream()
         self.kernels: Stream = device.side_stream()
@@ -149,7 +151,7 @@ class Submission(abc.ABC):
 
     def add(self, parts: Iterable[Part]) -> None:
         """Rounds, one after the other, submitted by groups."""
-        for group in _groups(parts):
+        for group in _groups(parts, self._lane.group_bytes):
             table = self._lane.tables[0]
             self._lane.tables.reverse()  # the pair takes turns
             found = self._upload(group, table)
@@ -269,18 +271,21 @@ class Load(Submission):
         yield Record(self._lane.kernels, event)
 
 
-def _groups(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Rounds whose tables fit into device memory at once, and not much more payload than `_GROUP_BYTES`."""
+def _groups(parts: Iterable[Part], payload_bytes: int) -> Iterator[list[Part]]:
+    """Rounds whose tables fit into device memory at once, and not much more payload than this."""
     group: list[Part] = []
-    table_bytes = payload_bytes = 0
+    table_bytes = copied = 0
     for part in parts:
         needed = part.round.moves.nbytes + part.round.pages.nbytes
-        if group and (table_bytes + needed > _TABLE_BYTES or payload_bytes >= _GROUP_BYTES):
+        if group and table_bytes + needed > _TABLE_BYTES:
             yield group
-            group, table_bytes, payload_bytes = [], 0, 0
+            group, table_bytes, copied = [], 0, 0
         group.append(part)
         table_bytes += needed
-        payload_bytes += part.round.end - part.round.begin
+        copied += part.round.end - part.round.begin
+        if copied >= payload_bytes:  # before the next part is asked for, which takes a while
+            yield group
+            group, table_bytes, copied = [], 0, 0
     if group:
         yield group
 

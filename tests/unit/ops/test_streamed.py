@@ -156,9 +156,10 @@ def test_copy_of_many_pieces_is_two_calls_of_the_driver(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("limit", ["_TABLE_BYTES", "_GROUP_BYTES"])
-def test_copy_of_many_groups_is_right(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direct_bytes", [1, 10_000])
+def test_copy_of_many_groups_is_right(limit: str, direct_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, limit, 100)
-    bench = Bench(direct_bytes=1)
+    bench = Bench(direct_bytes=direct_bytes)
     slots = bench.slots([5000] * 6)
     spans = Spans.of([Span(0, 5000 * n, n // 2, 2500 * (n % 2), 2500) for n in range(12)])
     out = bench.backend.copy_out(spans, slots, bench.backend.record_fence())
@@ -168,6 +169,18 @@ def test_copy_of_many_groups_is_right(limit: str, monkeypatch: pytest.MonkeyPatc
     bench.device.run()
     assert into.checksums == out.checksums
     assert np.array_equal(np.concatenate(slots), bench.pages[1][100_000:130_000].numpy())
+
+
+def test_first_group_is_submitted_before_the_rounds_of_the_second_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "_GROUP_BYTES", 10_000)
+    bench = Bench()
+    done: list[str] = []
+    submit, compute = bench.device.submit, streamed.rounds
+    monkeypatch.setattr(bench.device, "submit", lambda commands: (done.append("submit"), submit(commands)))
+    monkeypatch.setattr(streamed, "rounds", lambda *a: (done.append("rounds"), compute(*a))[1])
+    spans = Spans.of([Span(0, 5000 * n, n, 0, 5000) for n in range(5)])
+    bench.backend.copy_in(spans, bench.slots([5000] * 5), bench.backend.record_fence(), checked=True)
+    assert done == ["rounds", "submit"] * 3 + ["submit"]
 
 
 @pytest.mark.parametrize("bad", [Span(0, PAGE_BYTES - 2, 0, 4, 4), Span(1, -3, 0, 4, 2), Span(0, 0, 0, 7, 4)])
