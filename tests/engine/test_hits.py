@@ -152,13 +152,13 @@ def test_one_server_serves_two_models_of_different_block_sizes_at_once(make_spec
 def test_two_ranks_each_store_and_load_their_own_pages(make_spec: MakeSpec, salt: str) -> None:
     """Tensor parallel size 2 in two worker processes: one object holds a slice of each rank."""
     with EngineProcess(make_spec(tensor_parallel_size=2)) as engine:
-        turns = recompute(engine, sessions(seed=9, count=2, turns=2), MAX_TOKENS, salt=f"{salt}-reference")
+        turns = recompute(engine, sessions(seed=9, count=1, turns=3), MAX_TOKENS, salt=f"{salt}-reference")
         report = check_external(engine, turns, salt=salt)
         engine.drain()
         assert engine.run(ranks_and_slices) == (2, 2)
         assert engine.held_blocks() == 0
     assert report.divergences == []
-    assert report.external_hits >= 3
+    assert report.external_hits == 2
 
 
 def ranks_and_slices(engine: Engine) -> tuple[int, int]:
