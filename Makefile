@@ -58,7 +58,7 @@ sim: venv
 	$(NEW)/bin/python -m lmcache_mp_safe.testing.sim --seeds $(SIM_SEEDS) --steps $(SIM_STEPS) --jobs 2
 
 test-server: venv
-	$(NEW)/bin/python -m pytest -m "server and not engine" $(PYTEST_ARGS)
+	$(NEW)/bin/python -m pytest -m "server and not engine and not long" $(PYTEST_ARGS)
 
 test-engine: venv
 	$(NEW)/bin/python -m pytest -m "engine and not gpu and not faults and not long" $(PYTEST_ARGS)

@@ -62,7 +62,7 @@ def test_engine_process_of_this_vllm_serves_wrong_states_of_its_own(make_spec: M
         assert wrong_hits(engine, salt, connector=False)["local"] == len(PROMPTS)
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("kept", [pytest.param(True, marks=pytest.mark.long), False])
 def test_block_size_that_is_not_kept_makes_hits_of_every_kind_wrong(
     make_spec: MakeSpec, salt: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

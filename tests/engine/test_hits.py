@@ -93,7 +93,9 @@ def test_external_hit_equals_the_local_hit_at_the_same_boundary(
         check_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("speculation", ["none", "ngram", "mtp"])
+@pytest.mark.parametrize(
+    "speculation", [*(pytest.param(kind, marks=pytest.mark.long) for kind in ("none", "ngram")), "mtp"]
+)
 def test_what_decoding_computed_comes_back_as_a_local_hit_would(
     make_spec: MakeSpec, salt: str, speculation: Speculation
 ) -> None:

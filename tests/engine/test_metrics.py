@@ -145,6 +145,7 @@ def test_events_carry_the_tokens_of_what_was_stored_and_withdraw_what_is_gone(ma
         assert {one for event in removed for one in event.block_hashes} == announced
 
 
+@pytest.mark.long
 def test_without_events_nothing_is_collected(make_spec: MakeSpec, salt: str) -> None:
     (prompt,) = prompts(23, 1300)
     with Engine(make_spec()) as engine:

@@ -16,7 +16,9 @@ MAX_TOKENS = 24
 KINDS: dict[ModelKind, int | None] = {"hybrid": None, "attention": 32, "window": 32}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=["hybrid", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("attention", "window"))]
+)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     path = tmp_path_factory.mktemp(request.param)
     with Engine(EngineSpec(str(path), kind=request.param, block_size=KINDS[request.param])) as engine:

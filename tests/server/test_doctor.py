@@ -71,7 +71,7 @@ def test_right_server_is_seen_with_pool_version_and_room_and_nothing_is_left_on_
     [
         ("", ("--no-l1-use-lazy", "--supported-transfer-mode", "auto"), "start it with --shm-name NAME"),
         (None, ("--no-l1-use-lazy",), "start it with --supported-transfer-mode auto"),
-        ("", (), "start it with --shm-name NAME --supported-transfer-mode auto"),
+        pytest.param("", (), "start it with --shm-name NAME --supported-transfer-mode auto", marks=pytest.mark.long),
     ],
     ids=["no shared memory", "no engine-driven transfer", "LMCache's defaults"],
 )

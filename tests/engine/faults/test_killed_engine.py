@@ -53,9 +53,8 @@ def of_sessions(stand: Stand) -> Inventory:
     return Inventory({name: server_inventory(stand.server)[name]})
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param(COPY, marks=pytest.mark.faults), SEAL, pytest.param(COMMIT, marks=pytest.mark.faults)]
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("moment", [COPY, SEAL, COMMIT])
 def test_what_a_killed_engine_left_half_written_is_a_miss_and_is_mended(
     stand: Stand, make_spec: Callable[..., EngineSpec], salt: str, moment: str
 ) -> None:

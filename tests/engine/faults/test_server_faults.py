@@ -13,7 +13,6 @@ pytestmark = pytest.mark.engine
 
 # A share that every run has, and one for older versions of vLLM, whose failed loads go another way.
 SHARE = {
-    (Moment.COPY, ServerFault.FROZEN),
     (Moment.COMMIT, ServerFault.FROZEN),
     (Moment.HOLD, ServerFault.REPLACED),
     (Moment.LOAD, ServerFault.KILLED),
