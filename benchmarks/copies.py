@@ -42,11 +42,16 @@ class Ceiling:
         self._stream = torch.cuda.Stream()
         torch.cuda.synchronize()
 
-    def copy(self, way: str, count: int) -> None:
+    def submit(self, way: str) -> torch.cuda.Event:
+        """Queue one; the event is its end."""
         source, target = (self._device, self._host) if way == "store" else (self._host, self._device)
         with torch.cuda.stream(self._stream):
-            for _ in range(count):
-                target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def copy(self, way: str, count: int) -> None:
+        for _ in range(count):
+            self.submit(way)
         self._stream.synchronize()
 
     def rate(self, way: str, count: int, repeats: int) -> float:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from benchmarks.copies import WAYS
+from benchmarks.copies import WAYS, Ceiling
 from benchmarks.gpu_world import Copies, Pages, attention, best_device, copies, hybrid, no_gpu
 from lmcache_mp_safe.bench.measure import GB, MS, US, Paired, median_seconds, paired
 from lmcache_mp_safe.bench.runner import Check, Row
@@ -47,19 +49,77 @@ def _seconds_of(work: Callable[[], Any]) -> float:
     return median_seconds(once, 5, warmups=3)
 
 
+class Load(Protocol):
+    """Copies that disturb a victim; `size` is the bytes of one."""
+
+    size: int
+
+    def fence(self) -> Any:
+        """What the copies submitted with it wait for."""
+
+    def submit(self, fence: Any) -> Any:
+        """Queue a copy."""
+
+    def end(self, copy: Any) -> torch.cuda.Event:
+        """Of a copy that was queued; good for as long as somebody has the copy."""
+
+    def copy(self, count: int) -> None:
+        """Copy, and wait for the end."""
+
+
+class Objects:
+    """Objects through the backend."""
+
+    def __init__(self, made: Copies, way: str, *, checked: bool) -> None:
+        self._made, self._way, self._checked = made, way, checked
+        self.size = made.pages.geometry.payload_bytes
+
+    def fence(self) -> Any:
+        return self._made.backend.record_fence()
+
+    def submit(self, fence: Any) -> Any:
+        return self._made.submit(self._way, checked=self._checked, fence=fence)
+
+    def end(self, copy: Any) -> torch.cuda.Event:
+        event: torch.cuda.Event = copy.event.event
+        return event
+
+    def copy(self, count: int) -> None:
+        self._made.copy(self._way, count, checked=self._checked)
+
+
+class Plain:
+    """The floor: contiguous copies of as many bytes, and nothing else."""
+
+    def __init__(self, size: int, way: str) -> None:
+        self._ceiling, self._way, self.size = Ceiling(size), way, size
+
+    def fence(self) -> None:
+        return None
+
+    def submit(self, fence: Any) -> torch.cuda.Event:
+        return self._ceiling.submit(self._way)
+
+    def end(self, copy: torch.cuda.Event) -> torch.cuda.Event:
+        return copy
+
+    def copy(self, count: int) -> None:
+        self._ceiling.copy(self._way, count)
+
+
 class Window:
     """One window of a victim's work, alone or with copies from its start on."""
 
-    def __init__(self, victim: Victim, made: Copies, way: str, *, checked: bool) -> None:
-        self.made = made
-        self._victim, self._way, self._checked = victim, way, checked
+    def __init__(self, victim: Victim, load: Load) -> None:
+        self.size = load.size
+        self._victim, self._load = victim, load
         self._watch = torch.cuda.Stream()
         self.copied: list[float] = []  # seconds in which copies ran, of each window with copies
-        size = made.pages.geometry.payload_bytes
-        count = max(4, int(0.2 * GB / size))
-        seconds = median_seconds(lambda: made.copy(way, count, checked=checked), 3) / count
+        count = max(4, int(0.2 * GB / load.size))
+        seconds = median_seconds(lambda: load.copy(count), 3) / count
         self.copies = max(1, int(0.8 * self.run(0) / seconds))
         self.run(self.copies)
+        self.copied.clear()
 
     def alone(self) -> float:
         return self.run(0)
@@ -73,15 +133,15 @@ class Window:
         time.sleep(REST_S)
         begin, end, copies_end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         begin.record()
-        fence = self.made.backend.record_fence()  # before the victim's work: the copies do not wait for it
+        fence = self._load.fence()  # before the victim's work: the copies do not wait for it
         begun: list[Any] = []
         for i in range(self._victim.times):
             self._victim.work()
             while len(begun) < count * (i + 1) / self._victim.times:
-                begun.append(self.made.submit(self._way, checked=self._checked, fence=fence))
+                begun.append(self._load.submit(fence))
         end.record()
         if begun:
-            self._watch.wait_event(begun[-1].event.event)
+            self._watch.wait_event(self._load.end(begun[-1]))
             copies_end.record(self._watch)
         torch.cuda.synchronize()
         if begun:
@@ -89,23 +149,27 @@ class Window:
         return float(begin.elapsed_time(end)) / 1e3
 
 
-def row(name: str, victim: str, window: Window, found: Paired, *, judged: bool) -> Row:
-    """What the pairs say, for the time in which copies ran and for 184 MB of them."""
-    geometry = window.made.pages.geometry
+def row(name: str, window: Window, quadruples: int, judge: Callable[[float, float], tuple[Check, ...]]) -> Row:
+    """What the pairs say, for the time in which copies ran and for 184 MB of them; `judge` gets the two figures."""
+    found: Paired = paired(window.alone, window.loaded, quadruples)
     copied = statistics.median(window.copied)
-    size = window.copies * geometry.payload_bytes
-    slower, stolen = found.added / copied, found.added * CHUNK_BYTES / size
+    size = window.copies * window.size
+    slower, stolen = 100 * found.added / copied, found.added * CHUNK_BYTES / size * US
     values: dict[str, Any] = {
-        "slower %": 100 * slower,
+        "slower %": slower,
         "noise %": 100 * found.noise / copied,
-        "stolen us per 184 MB": stolen * US,
+        "stolen us per 184 MB": stolen,
         "noise us per 184 MB": found.noise * CHUNK_BYTES / size * US,
         "GB/s meanwhile": size / copied / GB,
         "copying % of the time": 100 * copied / (found.alone + found.added),
         "alone ms": found.alone * MS,
         "spread alone %": 100 * found.spread,
     }
-    return Row(name, values, limits(victim, geometry.name, 100 * slower, stolen * US) if judged else ())
+    return Row(name, values, judge(slower, stolen))
+
+
+def unjudged(slower: float, stolen: float) -> tuple[Check, ...]:
+    return ()
 
 
 def limits(victim: str, geometry: str, slower: float, stolen: float) -> tuple[Check, ...]:
@@ -121,7 +185,8 @@ class Interference:
     key = "interference"
     description = (
         "How much slower a bf16 8192^3 matmul and a 1 GiB copy inside of the GPU are while objects are copied without a"
-        " pause (H straight, A staged), and the GPU time that 184 MB of copies take from them. Runs with and without"
+        " pause (H straight, A staged), and the GPU time that 184 MB of copies take from them. Plain: contiguous copies"
+        " of 184 MB and nothing else, what any connector takes. Runs with and without"
         " copies in the order ABBA; noise is the standard error of the result."
     )
 
@@ -131,15 +196,16 @@ class Interference:
     def run(self, quick: bool) -> Iterator[Row]:
         quadruples = 4 if quick else 16
         kind, device = best_device()
+        work = victims()
         for geometry, objects in ((hybrid(), 4), (attention(), 8)):
             with copies(Pages(geometry, objects), device) as made:
-                for victim in victims():
-                    for way in WAYS:
-                        for checked in (True, False):
-                            window = Window(victim, made, way, checked=checked)
-                            window.copied.clear()
-                            found = paired(window.alone, window.loaded, quadruples)
-                            name = f"{geometry.name} {way} ({kind}), {victim.name}{'' if checked else ', no checksum'}"
-                            yield row(name, victim.name, window, found, judged=checked)
+                for victim, way in itertools.product(work, WAYS):
+                    for checked in (True, False):
+                        name = f"{geometry.name} {way} ({kind}), {victim.name}{'' if checked else ', no checksum'}"
+                        judge = functools.partial(limits, victim.name, geometry.name) if checked else unjudged
+                        yield row(name, Window(victim, Objects(made, way, checked=checked)), quadruples, judge)
+                    if geometry.name == "H":
+                        floor = Window(victim, Plain(CHUNK_BYTES, way))
+                        yield row(f"plain {way}, {victim.name}", floor, quadruples, unjudged)
                 made.verify()
             torch.cuda.empty_cache()

@@ -47,11 +47,11 @@ def _cells() -> Iterator[Cell]:
     for connector in ("safe", "stock"):
         for spec in _SPECS:
             for batched, blocks, phases in (
-                ("1.25", "46", "ref,apc,ext,race,control,audit,multi"),
-                ("4.2", "64", "ref,apc,ext,control,audit,multi"),
+                ("1.25", "46", "--phases ref,apc,ext,race,control,audit,multi --rounds 2"),
+                ("4.2", "64", "--phases ref,apc,ext,control,audit,multi"),
             ):
                 what = f"--connector {connector} --spec {spec} --batched-blocks {batched} --gpu-blocks {blocks}"
-                arguments = (*shlex.split(what), "--phases", phases, "--race-sessions", "5", *_common())
+                arguments = (*shlex.split(f"{what} {phases} --race-sessions 5"), *_common())
                 yield Cell(f"{connector}-{spec}-{batched}", arguments)
     for connector, spec in (("safe", "mtp"), ("safe", "none"), ("stock", "mtp")):
         what = f"--connector {connector} --spec {spec} --save-decode-cache --phases audit,decode --gpu-blocks 160"

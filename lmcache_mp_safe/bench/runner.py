@@ -90,12 +90,12 @@ class Plotted(Protocol):
         """Write a picture (SVG) of the result."""
 
 
-Outcome = Literal["done", "skipped", "failed"]
+Outcome = Literal["done", "skipped", "failed", "cut short"]
 
 
 @dataclass
 class Result:
-    """What became of one case; `reason` of one that did not end well."""
+    """What became of one case; `reason` of one that did not end well. One that is stopped stays "cut short"."""
 
     key: str
     description: str
@@ -120,11 +120,13 @@ def run_case(case: Case, out: Path | None, quick: bool, header: dict[str, str]) 
         say(f"--- {case.key} cannot run: {reason}")
         return result  # nothing is written: results of a machine that can run it stay
     try:
+        result.outcome = "cut short"
         for row in case.run(quick):
             result.rows.append(row)
             say(str(row))
             result.seconds = time.monotonic() - begin
             save(result, out)
+        result.outcome = "done"
     except Exception as error:
         traceback.print_exc()
         result.outcome, result.reason = "failed", f"{type(error).__name__}: {error}"

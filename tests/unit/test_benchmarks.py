@@ -74,6 +74,18 @@ def test_wrong_bytes_are_a_failure_and_the_others_still_run(tmp_path: Path) -> N
     assert json.loads((tmp_path / "fine.json").read_text())["outcome"] == "done"
 
 
+def test_what_a_stopped_case_leaves_says_that_it_is_not_all(tmp_path: Path) -> None:
+    class Stopped(Fine):
+        def run(self, quick: bool) -> Iterator[Row]:
+            yield Row("a row", {"GB/s": 1.0})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_cases([Stopped()], tmp_path)
+    assert json.loads((tmp_path / "fine.json").read_text())["outcome"] == "cut short"
+    assert "outcome: cut short" in (tmp_path / "fine.md").read_text()
+
+
 def test_a_case_without_rows_is_written_without_a_table() -> None:
     class Empty(Fine):
         def run(self, quick: bool) -> Iterator[Row]:
