@@ -35,7 +35,7 @@ PROMPT = 32 << 10
 START_S, ANSWER_S = 170.0, 60.0
 DECODERS, EVERY, CYCLES = 8, 8, 2  # requests, steps of a cycle, cycles of a turn
 PREFILL = 2 * BLOCK + 32
-DECODE_S = 190.0
+DECODE_S = 150.0
 
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,15 +21,17 @@ from lmcache_mp_safe.bench.runner import Check, Row
 CHUNK_BYTES = hybrid().payload_bytes  # stolen time is told for this many bytes
 WINDOW_S = 0.05
 REST_S = 0.005
+LEAD_S = 0.005  # of the victim's work is queued before the first copy: submitting one takes up to a millisecond here
 
 
 @dataclass(frozen=True)
 class Victim:
-    """Work on the compute stream; `times` of it fill a window."""
+    """Work on the compute stream; `times` of it fill a window, and `lead` of these are ahead of all copies."""
 
     name: str
     work: Callable[[], Any]
     times: int
+    lead: int
 
 
 def victims() -> list[Victim]:
@@ -38,7 +41,12 @@ def victims() -> list[Victim]:
     half = 1 << 30
     made = {"matmul": lambda: torch.mm(a, b, out=c), "stream": lambda: large[:half].copy_(large[half:])}
 
-    return [Victim(name, work, max(4, round(WINDOW_S / _seconds_of(work)))) for name, work in made.items()]
+    return [_victim(name, work) for name, work in made.items()]
+
+
+def _victim(name: str, work: Callable[[], Any]) -> Victim:
+    seconds = _seconds_of(work)
+    return Victim(name, work, max(8, round(WINDOW_S / seconds)), math.ceil(LEAD_S / seconds))
 
 
 def _seconds_of(work: Callable[[], Any]) -> float:
@@ -128,16 +136,18 @@ class Window:
         return self.run(self.copies)
 
     def run(self, count: int) -> float:
-        """Seconds of the victim's work. Submissions are interleaved, so that neither queue starves."""
+        """Seconds of the victim's work. Submissions are interleaved, so that neither queue starves: a copy is submitted
+        while work of `lead` is queued, or the victim would wait for the submission and not for the copy."""
         torch.cuda.synchronize()
         time.sleep(REST_S)
         begin, end, copies_end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         begin.record()
         fence = self._load.fence()  # before the victim's work: the copies do not wait for it
         begun: list[Any] = []
-        for i in range(self._victim.times):
+        times, lead = self._victim.times, self._victim.lead
+        for i in range(times):
             self._victim.work()
-            while len(begun) < count * (i + 1) / self._victim.times:
+            while len(begun) < count * (i + 1 - lead) / (times - lead):
                 begun.append(self._load.submit(fence))
         end.record()
         if begun:
@@ -152,16 +162,17 @@ class Window:
 def row(name: str, window: Window, quadruples: int, judge: Callable[[float, float], tuple[Check, ...]]) -> Row:
     """What the pairs say, for the time in which copies ran and for 184 MB of them; `judge` gets the two figures."""
     found: Paired = paired(window.alone, window.loaded, quadruples)
-    copied = statistics.median(window.copied)
+    copied, busy = statistics.median(window.copied), found.alone + found.added
+    both = min(copied, busy)  # seconds; copies that last longer than the victim's work disturb nobody
     size = window.copies * window.size
-    slower, stolen = 100 * found.added / copied, found.added * CHUNK_BYTES / size * US
+    slower, stolen = 100 * found.added / both, found.added * CHUNK_BYTES / (size * both / copied) * US
     values: dict[str, Any] = {
         "slower %": slower,
-        "noise %": 100 * found.noise / copied,
+        "noise %": 100 * found.noise / both,
         "stolen us per 184 MB": stolen,
-        "noise us per 184 MB": found.noise * CHUNK_BYTES / size * US,
+        "noise us per 184 MB": found.noise * CHUNK_BYTES / (size * both / copied) * US,
         "GB/s meanwhile": size / copied / GB,
-        "copying % of the time": 100 * copied / (found.alone + found.added),
+        "copying % of the time": 100 * copied / busy,
         "alone ms": found.alone * MS,
         "spread alone %": 100 * found.spread,
     }

@@ -44,7 +44,7 @@ def inventory(engine: Engine) -> Inventory:
     half = engine.connector.scheduler_half
     held = {"blocks": engine.held_blocks(), "pins": half.pinned_blocks}
     held |= {f"wire: {name}": count for name, count in dataclasses.asdict(half.wire.held()).items()}
-    held["copies under way"] = len(engine.worker_connector.worker_half._running)
+    held["copies under way"] = engine.worker_connector.worker_half.jobs_left
     return process_inventory() + Counter(held)
 
 

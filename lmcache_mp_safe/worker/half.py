@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Lock
 
 from lmcache_mp_safe.contract import (
     Integrity,
@@ -33,7 +32,7 @@ from lmcache_mp_safe.metrics.tally import Sample, Tally
 from lmcache_mp_safe.ops.contract import Backend, Fence
 from lmcache_mp_safe.worker.copier import Copier, fail
 from lmcache_mp_safe.worker.copy_thread import CopyQueue, Inline
-from lmcache_mp_safe.worker.jobs import Running
+from lmcache_mp_safe.worker.jobs import Batch, Running
 from lmcache_mp_safe.worker.pool import MappedPool
 
 logger = logging.getLogger("vllm.lmcache_mp_safe.worker")
@@ -85,7 +84,7 @@ class WorkerHalf:
         self._refused_epoch: ServerEpoch | None = None
         self._clock = clock
         self._tally = Tally()
-        self._running: dict[JobId, Running] = {}
+        self._batches: list[Batch] = []
         self._reports: list[JobReport] = []
         self._unusable: list[tuple[int, ServerEpoch, str]] = []
         self._received: set[RequestId] = set()
@@ -101,9 +100,8 @@ class WorkerHalf:
         self._start(plan.loads, fence, urgent=True)  # a request waits for a load, nobody for a store
         self._start(plan.stores, fence, urgent=False)
         if plan.wait_for:
-            for job_id in plan.wait_for:
-                if (running := self._running.get(job_id)) is not None:
-                    self._hold_compute(running)
+            for running in self._running(plan.wait_for):
+                self._hold_compute(running)
 
     def _record_fence(self) -> Fence | None:
         """None: no order can be made in this step, so nothing may be copied."""
@@ -113,14 +111,19 @@ class WorkerHalf:
             logger.exception("no fence could be recorded; this step's stores and loads fail")
             return None
 
+    def _running(self, job_ids: Sequence[JobId]) -> list[Running]:
+        """Those of these jobs whose batch is not over yet."""
+        return [running for batch in self._batches for running in batch.running() if running.job.job_id in job_ids]
+
     def _hold_compute(self, running: Running) -> None:
         """Before the forward writes into a job's block, its copy must be over, or never begin."""
         with running.lock:  # free within one submission
             if not running.submitted:
                 fail(running, LocalError("its block is written again before the copy began"))
+            copy = running.copy  # the copy thread lets it go once it is over
             try:
-                if running.copy is not None:
-                    self._backend.hold_compute(running.copy.completion)
+                if copy is not None:
+                    self._backend.hold_compute(copy.completion)
             except Exception as error:  # the forward may write into what is being copied: it must not be sealed
                 fail(running, error)
 
@@ -145,9 +148,14 @@ class WorkerHalf:
         return self._tally.take({})
 
     @property
+    def jobs_left(self) -> int:
+        """Jobs that were taken and have not been reported."""
+        return sum(batch.left for batch in self._batches)
+
+    @property
     def idle(self) -> bool:
         """Nothing is under way and nothing is left to be told."""
-        return not (self._running or self._reports or self._unusable or self._received)
+        return not (self._batches or self._reports or self._unusable or self._received)
 
     def shutdown(self) -> None:
         """Wait for the copies under way, then unmap everything. They are not reported any more."""
@@ -157,7 +165,7 @@ class WorkerHalf:
         except Exception:
             logger.exception("copies may still be under way: the server's pool stays mapped until the process ends")
             return
-        self._running.clear()
+        self._batches.clear()
         for pool in [*self._old_pools, *([self._pool] if self._pool else [])]:
             pool.close()
         self._pool, self._old_pools = None, []
@@ -180,34 +188,34 @@ class WorkerHalf:
             self._unusable.append((self._rank, segment.epoch, str(error)))
 
     def _drop_old_pools(self) -> None:
-        for pool in [p for p in self._old_pools if all(run.pool is not p for run in self._running.values())]:
+        for pool in [p for p in self._old_pools if all(batch.pool is not p for batch in self._batches)]:
             self._old_pools.remove(pool)
             self._queue.submit(pool.close)  # giving page-locked memory back takes a while
 
     # --- jobs -------------------------------------------------------------------------------------------------------
 
     def _start(self, jobs: Sequence[StoreJob | LoadJob], fence: Fence | None, *, urgent: bool) -> None:
-        if not jobs:
-            return
-        pool, lock = self._pool, Lock()
+        pool = self._pool
         epoch = None if pool is None else pool.segment.epoch
-        now = self._clock()
-        started: list[Running] = []
-        for job in jobs:
-            if pool is not None and job.epoch == epoch:
-                started.append(Running(job, pool, lock, now))
-            else:
-                why = "the job's pool is not the one in use"
-                self._end(job, JobReport(job.job_id, self._rank, JobOutcome.STALE_EPOCH, why))
-        if started:
-            self._running |= {running.job.job_id: running for running in started}
-            self._queue.submit(self._submit, started, fence, urgent, urgent=urgent)
+        usable = [job for job in jobs if job.epoch == epoch]
+        if len(usable) < len(jobs):
+            self._refuse([job for job in jobs if job.epoch != epoch])
+        if usable and pool is not None:
+            batch = Batch(usable, pool, self._clock())
+            self._batches.append(batch)
+            self._queue.submit(self._submit, batch, 0, fence, urgent, urgent=urgent)
 
-    def _submit(self, jobs: Sequence[Running], fence: Fence | None, urgent: bool) -> None:
+    def _refuse(self, jobs: Sequence[StoreJob | LoadJob]) -> None:
+        why = "the job's pool is not the one in use"
+        for job in jobs:
+            self._end(job, JobReport(job.job_id, self._rank, JobOutcome.STALE_EPOCH, why))
+
+    def _submit(self, batch: Batch, first: int, fence: Fence | None, urgent: bool) -> None:
         """On the copy thread: a few at once, so that something urgent need not wait for all."""
-        self._copier.submit(jobs[:JOBS_AT_ONCE], fence)
-        if len(jobs) > JOBS_AT_ONCE:
-            self._queue.submit(self._submit, jobs[JOBS_AT_ONCE:], fence, urgent, urgent=urgent)
+        end = first + JOBS_AT_ONCE
+        self._copier.submit(batch.running()[first:end], fence)
+        if end < len(batch.jobs):
+            self._queue.submit(self._submit, batch, end, fence, urgent, urgent=urgent)
 
     def _advance(self) -> None:
         """Take over what has ended, or some of it. Never raises."""
@@ -215,9 +223,11 @@ class WorkerHalf:
         settled, now = self._copier.settled, self._clock()
         for _ in range(min(len(settled), _ENDS_AT_ONCE)):
             running, report, copied_bytes = settled.popleft()
-            del self._running[running.job.job_id]
+            running.batch.left -= 1
+            if not running.batch.left:
+                self._batches.remove(running.batch)
             stores = isinstance(running.job, StoreJob)
-            self._tally.observe(CopyTime.STORE if stores else CopyTime.LOAD, now - running.started)
+            self._tally.observe(CopyTime.STORE if stores else CopyTime.LOAD, now - running.batch.started)
             if copied_bytes:
                 self._tally.add(CopiedBytes.STORE if stores else CopiedBytes.LOAD, copied_bytes)
             self._end(running.job, report)

@@ -1,8 +1,9 @@
-"""A job under way: its copy, and whether it has failed already."""
+"""Jobs under way: their copies, and whether they have failed already."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -53,27 +54,60 @@ class Copy:
         return found[self.first : self.first + len(self.slices)]
 
 
-class Running(msgspec.Struct, eq=False):
-    """One job. Made in the engine's thread, for each of many stores: a dataclass would take four times as long.
+class Batch:
+    """One plan's stores, or its loads.
+
+    The engine's hook has time to make this and no more: what each job needs while it runs is made by the first who
+    asks, mostly the copy thread.
 
     Attributes:
-        pool: stays mapped while this job runs.
+        jobs: at least one.
+        pool: stays mapped while any of them runs.
+        started: when the plan arrived.
+        left: jobs that have not been reported; the engine's thread counts.
+        lock: the copy thread holds it while it submits one of them.
+    """
+
+    def __init__(self, jobs: Sequence[StoreJob | LoadJob], pool: MappedPool, started: float) -> None:
+        self.jobs = jobs
+        self.pool = pool
+        self.started = started
+        self.left = len(jobs)
+        self.lock = Lock()
+        self._running: list[Running] = []
+
+    def running(self) -> list[Running]:
+        """The jobs, in order. Any thread may ask; not while it holds the lock."""
+        with self.lock:
+            if not self._running:
+                self._running = [Running(job, self) for job in self.jobs]
+            return self._running
+
+
+class Running(msgspec.Struct, eq=False):
+    """One job. A dataclass would take four times as long to make.
+
+    Attributes:
         copy: None before it is queued, and once it is over.
-        lock: one for all jobs of a plan; the copy thread holds it while it submits one of them.
-        started: when its plan arrived.
-        submitted: whatever was to be queued has been. Changes once, under the lock.
+        submitted: whatever was to be queued has been. Changes once, under the batch's lock.
         failure: why the job will end as failed, once it is over.
         bad_seals: indices of a load's objects whose slot does not hold what was promised.
     """
 
     job: StoreJob | LoadJob
-    pool: MappedPool
-    lock: Lock
-    started: float = 0.0
+    batch: Batch
     copy: Copy | None = None
     submitted: bool = False
     failure: str | None = None
     bad_seals: tuple[int, ...] = ()
+
+    @property
+    def pool(self) -> MappedPool:
+        return self.batch.pool
+
+    @property
+    def lock(self) -> Lock:
+        return self.batch.lock
 
     @property
     def over(self) -> bool:

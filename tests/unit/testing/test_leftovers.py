@@ -98,7 +98,7 @@ class QuietEngine:
         owned = {"sessions": 0, "locks": 0, "retrieves": 0, "unanswered": 0} | held
         half = SimpleNamespace(pinned_blocks=pins, wire=SimpleNamespace(held=lambda: Held(**owned)))
         self.connector = SimpleNamespace(scheduler_half=half)
-        self.worker_connector = SimpleNamespace(worker_half=SimpleNamespace(_running=[None] * running))
+        self.worker_connector = SimpleNamespace(worker_half=SimpleNamespace(jobs_left=running))
 
     def held_blocks(self) -> int:
         return self._blocks
