@@ -92,14 +92,16 @@ def expected(prompt_tokens: int, asked: int, ranks: int, attention: int, state: 
 ZERO = ("pinned_blocks", "slots", "jobs", "objects_rejected_total", "internal_errors_total")
 
 
-def check(shown: Values, wanted: Values) -> None:
+def check(shown: Values, wanted: Values, lived_s: float) -> None:
+    """`lived_s`: seconds since the engine was started; no call can have taken longer."""
     assert {name: shown[name] for name in wanted} == wanted, nonzero(shown)
     assert {name: value for name, value in shown.items() if name.startswith(ZERO) and value} == {}
     misses = sum(value for name, value in shown.items() if name.startswith("misses_total"))
     assert shown["lookups_total"] == shown["hits_total"] + misses
     for call in ("lookup", "retrieve", "reserve", "commit"):
-        assert shown[f"call_seconds_count {call}"] > 0
-        assert 0 < shown[f"call_seconds_sum {call}"] < 60
+        calls = shown[f"call_seconds_count {call}"]
+        assert calls > 0
+        assert 0 < shown[f"call_seconds_sum {call}"] < calls * lived_s
 
 
 # Not on vLLM 0.27: its offline `LLM` drops the stats of steps without an output. Its server does not.
@@ -109,6 +111,7 @@ def test_stats_of_all_ranks_add_up_to_what_the_model_and_the_prompt_say(
 ) -> None:
     spec = make_spec(tensor_parallel_size=ranks, options={"disable_log_stats": False})
     (prompt,) = prompts(21, 1300)
+    begun = time.monotonic()
     with EngineProcess(spec) as engine:
         hit, asked = 0, 0
         while not hit and asked < 4:  # on a busy machine a lookup may get no answer in time
@@ -118,7 +121,8 @@ def test_stats_of_all_ranks_add_up_to_what_the_model_and_the_prompt_say(
             engine.reset_prefix_cache()
         assert (hit, asked > 1) == (2 * BLOCK, True), nonzero(engine.run(values_in_process))
         attention, state = engine.run(page_bytes)
-        check(engine.run(values_in_process), expected(len(prompt), asked, ranks, attention, state))
+        shown = engine.run(values_in_process)
+        check(shown, expected(len(prompt), asked, ranks, attention, state), time.monotonic() - begun)
 
 
 @pytest.mark.old_vllm
@@ -215,6 +219,7 @@ def vllms_own(text: str, name: str) -> float:
 def test_metrics_of_a_live_server_match_what_its_answers_say(make_spec: MakeSpec, salt: str) -> None:
     """Conversations as in the demo, twice over; vLLM's cache is emptied before each turn: what is cached was loaded."""
     spec = make_spec()
+    begun = time.monotonic()
     with ServeProcess(spec, flags=["--enable-prompt-tokens-details"], dev_mode=True) as vllm:
         client = Client(vllm.url)
         assert set(values_of(client.metrics()).values()) <= {0.0}, "every series is there from the start"
@@ -246,6 +251,7 @@ def test_metrics_of_a_live_server_match_what_its_answers_say(make_spec: MakeSpec
             "copy_seconds_count load": hits,
             "server_up": 1,
         },
+        time.monotonic() - begun,
     )
     assert vllms_own(text, "vllm:external_prefix_cache_hits_total") == hit_tokens
     assert shown["copied_bytes_total store"] == shown["stored_bytes_total"]
